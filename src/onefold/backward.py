@@ -1,0 +1,133 @@
+"""Backwards: which ones run now, how many have ended, and whether one was cut short.
+
+Autograd numbers its backwards (graph tasks) and calls back when one ends, but only code that runs
+inside a backward can ask. So every hook of the engine that does run inside one calls ``observe``.
+A backward that raised never calls back: it is found open once nothing runs any more. That makes its
+partial sums known, and it is all that is decided here; no gradient depends on where a backward
+ends.
+
+Source: graph tasks and final callbacks are those of ``torch.autograd``'s engine
+(``_current_graph_task_id``, ``queue_callback``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.variable import Variable
+
+NOT_RUNNING = -1
+
+
+def current_task() -> int:
+    """The number of the backward that this thread is inside of, or -1."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+class Backwards:
+    """The backwards of one engine.
+
+    Attributes:
+        num_ended: outermost backwards that ended well, since construction.
+        outermost: the outermost backward that runs now, once something in it was observed.
+        failure: the first backward since ``forgive`` that raised, in words; None if none did.
+        on_begin: called with the task when an outermost backward is first observed.
+        on_end: called with the task when an observed backward has ended, well or not.
+        on_outermost_end: called after an outermost backward that ended well was counted.
+    """
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self.outermost: int | None = None
+        self.failure: str | None = None
+        self.on_begin: list[Callable[[int], None]] = []
+        self.on_end: list[Callable[[int], None]] = []
+        self.on_outermost_end: list[Callable[[], None]] = []
+        self._open: list[int] = []  # observed and not ended, outermost first
+        self._depth = 0  # engine.backward calls on the stack
+
+    @property
+    def is_running(self) -> bool:
+        """This thread is inside a backward."""
+        return self._depth > 0 or current_task() != NOT_RUNNING
+
+    def observe(self) -> int:
+        """Take note of the backward that the caller runs in, and return its task (-1 for none)."""
+        task = current_task()
+        if task == NOT_RUNNING or task in self._open:
+            return task
+        if self._open and self._depth == 0 and self.outermost is None:
+            self.settle()
+        self._open.append(task)
+        Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[no-untyped-call]
+        if self.outermost is None:
+            self.outermost = task
+            for begin in self.on_begin:
+                begin(task)
+        return task
+
+    @contextmanager
+    def running(self, loss: Tensor) -> Iterator[None]:
+        """A backward that ``engine.backward`` runs; its end and its failure are certain."""
+        self.settle()
+        is_outermost = not self.is_running
+        self._depth += 1
+        hook = loss.register_hook(lambda _grad: self._note())
+        try:
+            yield
+        except BaseException as error:
+            self.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            hook.remove()
+            self._depth -= 1
+            if is_outermost:
+                self._close_stale()
+        if is_outermost:
+            self._count()
+
+    def settle(self) -> None:
+        """Find backwards that raised; called wherever a decision would rest on their sums."""
+        if self._open and not self.is_running:
+            self.fail("its end was never reached; the error was caught by the caller")
+            self._close_stale()
+
+    def fail(self, reason: str) -> None:
+        """Remember that a backward has left partial sums."""
+        self.failure = self.failure or reason
+
+    def forgive(self) -> None:
+        """The partial sums are gone."""
+        self.settle()
+        self.failure = None
+
+    def _note(self) -> None:
+        self.observe()
+
+    def _end(self, task: int) -> None:
+        position = self._open.index(task)
+        if self._open[position + 1 :]:
+            self.fail("a nested backward never reached its end")
+        for ended in reversed(self._open[position:]):
+            for end in self.on_end:
+                end(ended)
+        del self._open[position:]
+        if not self._open:
+            self.outermost = None
+            if self._depth == 0:
+                self._count()
+
+    def _close_stale(self) -> None:
+        stale, self._open = self._open, []
+        self.outermost = None
+        for task in reversed(stale):
+            for end in self.on_end:
+                end(task)
+
+    def _count(self) -> None:
+        self.num_ended += 1
+        for end in self.on_outermost_end:
+            end()

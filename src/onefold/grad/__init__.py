@@ -1,0 +1,1 @@
+"""Gradients: stations 1 to 3 of their way (ready, keep or reduce, reduce)."""

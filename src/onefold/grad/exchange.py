@@ -1,0 +1,98 @@
+"""The exchange with which every flush begins: a few integers per unit, one maximum over ranks.
+
+It answers, before anything large is sent: did a body fail, did every rank launch the same
+reductions, which units have something pending on any rank, which parameters were touched anywhere.
+"""
+
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from onefold.errors import RankMismatchError
+from onefold.grad.reduce import Reducer
+from onefold.unit import Unit
+from onefold.wire.control import Control
+
+
+class Place(IntEnum):
+    """Where a rank stands when it comes to the exchange; the same on all ranks."""
+
+    WINDOW_EXIT = 1
+    STEP = 2
+    REDUCE_GRADIENTS = 3
+
+
+_NAMES = {
+    Place.WINDOW_EXIT: "the exit of coalesce_grad_reduction()",
+    Place.STEP: "step()",
+    Place.REDUCE_GRADIENTS: "reduce_gradients()",
+}
+
+
+class Agreement(NamedTuple):
+    """What all ranks know after the exchange, alike."""
+
+    failures: dict[int, str]
+    """Why a rank failed, by rank; empty if none did."""
+    pending: list[Unit]
+    """Units with something unreduced on any rank, in plan order."""
+    is_touched: bool
+    """Any parameter was touched on any rank since the last step."""
+
+
+def exchange(
+    units: Sequence[Unit], reducer: Reducer, control: Control, place: Place, failure: str | None
+) -> Agreement:
+    """Agree on a flush, and bring every rank's launched reductions level.
+
+    Args:
+        units: trainable units in plan order; their gradients are collected.
+        reducer: whose log is compared, and brought level with the longest.
+        control: the control group.
+        place: where this rank stands.
+        failure: why this rank failed; None if it did not.
+    Raises:
+        RankMismatchError: ranks stand at different places, launched different reductions outside a
+            window, or dropped reduced gradients on some ranks only. Raised on every rank.
+    Communication: one all-reduce of (units + parameters + 8) integers on the control group.
+    """
+    clears = zlib.crc32(repr([unit.gradients.clears for unit in units]).encode()) >> 1
+    head = [place, -place, len(reducer.log), -len(reducer.log), clears, -clears]
+    pending = [int(unit.gradients.is_pending) for unit in units]
+    touched = [int(flag) for unit in units for flag in unit.gradients.touched]
+    largest = control.largest(
+        [*head, reducer.voided, int(failure is not None), *pending, *touched]
+    )
+    last, first, longest, shortest, most, least, voided, failed, *flags = largest
+    if last != -first:
+        places = {rank: _NAMES[Place(at)] for rank, at in enumerate(control.gather(int(place)))}
+        raise RankMismatchError(
+            f"ranks came to an exchange at different places: {places}. Every rank must open and "
+            "close the same windows and call step() equally often."
+        )
+    logs = [reducer.log] * control.size if longest == -shortest else control.gather(reducer.log)
+    reducer.catch_up(logs, voided)
+    reducer.start_afresh()
+    failures: dict[int, str] = {}
+    if failed:
+        reasons = control.gather(failure)
+        failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    elif most != -least:
+        raise RankMismatchError(
+            "gradients that had been reduced were dropped (zero_grad(), or a parameter's grad set "
+            "to None) on some ranks only. Drop them on every rank, or on none."
+        )
+    is_pending, is_touched = flags[: len(units)], flags[len(units) :]
+    position = 0
+    for unit in units:
+        count = len(unit.slots)
+        unit.gradients.touched_anywhere = [
+            bool(flag) for flag in is_touched[position : position + count]
+        ]
+        position += count
+    return Agreement(
+        failures,
+        [unit for unit, flag in zip(units, is_pending, strict=True) if flag],
+        any(is_touched),
+    )

@@ -1,0 +1,111 @@
+"""Station 1, ready. From: autograd. To: ``grad/window``'s question, then ``grad/reduce``.
+
+Two hooks per trainable parameter, attached only where somebody waits for them: outside scopes, and
+for the armed backward of a window. Inside an open window nothing runs per parameter.
+
+The first runs before autograd accumulates and binds the unit's gradients, so that what follows is
+accumulated in place. The second runs after, and counts: a unit is complete when the last of its
+parameters that require gradients is ready in this backward.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from onefold.backward import Backwards
+from onefold.errors import StateError
+from onefold.grad.arming import Arming
+from onefold.grad.reduce import Reducer
+from onefold.grad.window import Keeper
+from onefold.unit import Unit
+
+
+class ReadyHooks:
+    """The hooks of one engine's trainable units."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        backwards: Backwards,
+        keeper: Keeper,
+        reducer: Reducer,
+        arming: Arming,
+    ) -> None:
+        self._units = units
+        self._backwards = backwards
+        self._keeper = keeper
+        self._reducer = reducer
+        self._arming = arming
+        self._ready: dict[int, set[int]] = {unit.index: set() for unit in units}
+        self._handles: list[RemovableHandle] = []
+        backwards.on_begin.append(self._begin)
+
+    def attach(self) -> None:
+        """Watch every trainable parameter."""
+        if self._handles:
+            return
+        for unit in self._units:
+            for index, param in enumerate(unit.params):
+                self._handles += _hooks(
+                    param,
+                    before=partial(self._before, unit, index),
+                    after=partial(self._after, unit, index),
+                )
+
+    def detach(self) -> None:
+        """Watch nothing: gradients are bound and nobody waits."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, task: int) -> None:
+        for ready in self._ready.values():
+            ready.clear()
+        self._arming.begin(task)
+
+    def _before(self, unit: Unit, index: int, _grad: Tensor) -> None:
+        if unit.gradients.grad_full is not None:
+            return
+        self._backwards.observe()
+        if unit.frees_parameters and not unit.is_unsharded:
+            raise StateError(
+                f"parameter {unit.slots[index].name} got a gradient while it was sharded: it was "
+                "read outside the forward of its module, where it is NaN. Read it inside a module's"
+                " forward, or run forward and backward inside coalesce_grad_reduction() or "
+                "full_parameters()."
+            )
+        unit.gradients.bind()
+
+    def _after(self, unit: Unit, index: int, _param: nn.Parameter) -> None:
+        task = self._backwards.observe()
+        if self._keeper.keeps() or not unit.spec.home.shards_gradients:
+            if self._arming.watches(task) and self._completes(unit, index):
+                self._arming.ready(unit)
+        elif self._completes(unit, index):
+            self._ready[unit.index].clear()
+            unit.gradients.collect()
+            self._reducer.launch(unit)
+            self._reducer.limit_in_flight()
+
+    def _completes(self, unit: Unit, index: int) -> bool:
+        ready = self._ready[unit.index]
+        ready.add(index)
+        return len(ready) >= sum(param.requires_grad for param in unit.params)
+
+
+def _hooks(
+    param: nn.Parameter,
+    before: Callable[[Tensor], None],
+    after: Callable[[nn.Parameter], None],
+) -> list[RemovableHandle]:
+    """Hooks on ``param``, also if it does not require gradients just now."""
+    requires_grad = param.requires_grad
+    param.requires_grad_(True)
+    handles = [
+        param.register_hook(before),
+        param.register_post_accumulate_grad_hook(after),
+    ]
+    param.requires_grad_(requires_grad)
+    return handles

@@ -1,0 +1,282 @@
+"""``initialize``: from a model, an optimizer and a config to an engine whose ranks agree."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from onefold.config import Config
+from onefold.engine import Engine, Parts
+from onefold.errors import RankMismatchError
+from onefold.optim.entries import build_optimizer, build_scheduler
+from onefold.optim.master import check_optimizer
+from onefold.param.materialise import check_meta, place_units
+from onefold.plan import Plan, build_plan
+from onefold.unit import Unit
+from onefold.wire.buffer import Arena
+from onefold.wire.collectives import Collectives
+from onefold.wire.control import Control
+from onefold.wire.ledger import Ledger
+from onefold.wire.mesh import DeviceMesh, World, build_mesh, join_world, leave_world
+
+log = logging.getLogger(__name__)
+
+ParamsOrGroups = Iterable[Tensor] | Iterable[dict[str, Any]]
+OptimizerFactory = Callable[[ParamsOrGroups], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+class Initialized(NamedTuple):
+    """What ``initialize`` returns, in DeepSpeed's order."""
+
+    engine: Engine
+    optimizer: Optimizer
+    dataloader: "DataLoader[Any] | None"
+    lr_scheduler: LRScheduler | None
+
+
+class _Prepared(NamedTuple):
+    config: Config
+    optimizer: Optimizer
+    plan: Plan
+    lr_scheduler: LRScheduler | None
+    dataloader: "DataLoader[Any] | None"
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerFactory | None = None,
+    model_parameters: ParamsOrGroups | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lr_scheduler: LRScheduler | SchedulerFactory | None = None,
+    training_data: "Dataset[Any] | None" = None,
+    mesh: DeviceMesh | None = None,
+) -> Initialized:
+    """Put a model and its optimizer under an engine.
+
+    Everything that can be wrong on one rank (config, model, optimizer, data) is found before the
+    first collective on data, exchanged, and raised on all ranks.
+
+    Args:
+        model: parameters fp32 or fp64; on the CPU, on this rank's GPU, or on the meta device.
+            Rank 0's parameters and buffers win.
+        optimizer: a torch optimizer without state, whose param groups are re-pointed in place; or
+            a callable that makes one from ``model_parameters``; or None for the config's entry.
+        model_parameters: parameters or param groups; default all that require gradients.
+        config: DeepSpeed's JSON keys, as a mapping, a path, or a ``Config``.
+        lr_scheduler: a torch scheduler of that optimizer, or a callable that makes one from it;
+            the engine steps it after every real step. None for the config's entry, if any.
+        training_data: a dataset; returned as a loader of this rank's micro batches.
+        mesh: one axis of ranks; default all ranks.
+    Returns:
+        ``(engine, optimizer, dataloader, lr_scheduler)``.
+    Raises:
+        ValueError: a setting, the model, or the optimizer cannot be used.
+        RankMismatchError: ranks were given different things, or another rank failed.
+    Communication: one exchange, one broadcast per unit and buffer.
+    Memory: where parameters are Shard, one unit above the 1/W that stays.
+    Source: the signature is that of DeepSpeed's ``initialize``.
+    """
+    device = _device_of(model)
+    loaded, error = _load(config)
+    timeout_s = loaded.timeout_s
+    world = join_world(mesh, device, timeout_s)
+    try:
+        prepared: _Prepared | None = None
+        if error is None:
+            try:
+                prepared = _prepare(
+                    model,
+                    loaded.resolve_batch(world.size),
+                    optimizer,
+                    model_parameters,
+                    lr_scheduler,
+                    training_data,
+                    world,
+                )
+            except Exception as found:
+                error = found
+        _agree(world.control, prepared, error)
+        assert prepared is not None
+        arena = Arena(device)
+        wire = build_mesh(
+            world,
+            arena,
+            shards=prepared.plan.home.shards_optimizer,
+            transport=prepared.config.transport,
+            timeout_s=timeout_s,
+        )
+    except BaseException:
+        leave_world(world)
+        raise
+    collectives = Collectives(wire, Ledger())
+    units = tuple(Unit(spec, collectives, arena) for spec in prepared.plan.units)
+    place_units(model, units, is_source=world.rank == 0)
+    for name, buffer in model.named_buffers():
+        collectives.broadcast(buffer, name)
+    if world.rank == 0:
+        _announce(prepared)
+    parts = Parts(
+        model, prepared.config, prepared.plan, world, collectives, arena, units, prepared.optimizer
+    )
+    engine = Engine(parts, prepared.lr_scheduler)
+    return Initialized(engine, prepared.optimizer, prepared.dataloader, prepared.lr_scheduler)
+
+
+def _load(config: object) -> tuple[Config, Exception | None]:
+    """The config, or the default one and what was wrong; a bad config must not be a hang."""
+    try:
+        return Config.load(config), None  # type: ignore[arg-type]
+    except Exception as error:
+        return Config(), error
+
+
+def _prepare(  # noqa: PLR0913
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | OptimizerFactory | None,
+    model_parameters: ParamsOrGroups | None,
+    lr_scheduler: LRScheduler | SchedulerFactory | None,
+    training_data: "Dataset[Any] | None",
+    world: World,
+) -> _Prepared:
+    """Everything that needs no other rank."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    check_meta(model)
+    made = _make_optimizer(model, config, optimizer, model_parameters)
+    check_optimizer(made, names)
+    trainable = [param for group in made.param_groups for param in group["params"]]
+    plan = build_plan(model, config, trainable, world_size=world.size)
+    scheduler = _make_scheduler(config, lr_scheduler, made)
+    loader = None if training_data is None else _make_loader(config, training_data, world)
+    return _Prepared(config, made, plan, scheduler, loader)
+
+
+def _make_optimizer(
+    model: nn.Module,
+    config: Config,
+    optimizer: Optimizer | OptimizerFactory | None,
+    model_parameters: ParamsOrGroups | None,
+) -> Optimizer:
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    params = model_parameters
+    if params is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    if optimizer is not None:
+        made = optimizer(params)
+        if not isinstance(made, Optimizer):
+            raise ValueError(
+                f"initialize(optimizer=): expected the callable to return a torch optimizer, got "
+                f"{type(made).__name__}."
+            )
+        return made
+    if config.optimizer is None:
+        raise ValueError(
+            "initialize(): no optimizer. Expected an optimizer argument or an 'optimizer' entry in "
+            "the config, got neither. Pass torch.optim.AdamW(model.parameters()), for example."
+        )
+    return build_optimizer(config.optimizer, params)
+
+
+def _make_scheduler(
+    config: Config, lr_scheduler: LRScheduler | SchedulerFactory | None, optimizer: Optimizer
+) -> LRScheduler | None:
+    if lr_scheduler is None:
+        return build_scheduler(config.scheduler, optimizer) if config.scheduler else None
+    scheduler = (
+        lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
+    )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "initialize(lr_scheduler=): this scheduler belongs to another optimizer. Build it from "
+            "the one that you pass."
+        )
+    return scheduler
+
+
+def _make_loader(config: Config, data: "Dataset[Any]", world: World) -> "DataLoader[Any]":
+    if config.train_micro_batch_size_per_gpu is None:
+        raise ValueError(
+            "initialize(training_data=): expected train_micro_batch_size_per_gpu in the config, "
+            "got none. Set it, or build your own DataLoader."
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, num_replicas=world.size, rank=world.rank
+    )
+    return DataLoader(data, batch_size=config.train_micro_batch_size_per_gpu, sampler=sampler)
+
+
+def _agree(control: Control, prepared: _Prepared | None, error: Exception | None) -> None:
+    """Exchange errors and fingerprints; return only if every rank may go on."""
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    prints = None
+    if prepared is not None:
+        prints = (prepared.config.fingerprint(), prepared.plan.fingerprint())
+    rows = control.gather((reason, prints))
+    if error is not None:
+        raise error
+    for rank, (theirs, _) in enumerate(rows):
+        if theirs is not None:
+            raise RankMismatchError(f"initialize(): rank {rank} cannot start: {theirs}")
+    for rank, (_, theirs) in enumerate(rows):
+        for what, mine, first in zip(("config", "model or param groups"), theirs, rows[0][1]):
+            if mine != first:
+                assert prepared is not None
+                differences = control.gather(_described(prepared))
+                raise RankMismatchError(
+                    f"initialize(): rank {rank} was given another {what} than rank 0: "
+                    + _first_difference(differences[0], differences[rank])
+                    + ". Build the same model and pass the same config on every rank."
+                )
+
+
+def _described(prepared: _Prepared) -> list[str]:
+    settings = [f"{key}={value!r}" for key, value in prepared.config.model_dump().items()]
+    params = [
+        f"{slot.name} {tuple(slot.size)} {unit.dtype} "
+        f"{'trainable' if unit.is_trainable else 'frozen'}"
+        for unit in prepared.plan.units
+        for slot in unit.slots
+    ]
+    return settings + params
+
+
+def _first_difference(mine: list[str], theirs: list[str]) -> str:
+    for one, other in zip(mine, theirs, strict=False):
+        if one != other:
+            return f"{one!r} on rank 0, {other!r} there"
+    return f"{len(mine)} entries on rank 0, {len(theirs)} there"
+
+
+def _announce(prepared: _Prepared) -> None:
+    for note in (*prepared.config.notes, *prepared.plan.notes):
+        log.info("%s", note)
+    for unit in prepared.plan.units:
+        kind = "trainable" if unit.is_trainable else "frozen"
+        log.info(
+            "unit %d %s: %d parameter(s), %s, N %d, S %d, %s",
+            unit.index,
+            unit.name,
+            len(unit.slots),
+            kind,
+            unit.layout.numel,
+            unit.layout.shard_numel,
+            unit.dtype,
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the engine's buffers lie: the accelerator if any parameter does, else the CPU."""
+    devices = {param.device for param in model.parameters()} - {torch.device("meta")}
+    if not devices and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -1,0 +1,130 @@
+"""Masters: the user's own torch optimizer, re-pointed to this rank's pieces.
+
+The optimizer keeps its object, its class (a subclass of it, see below) and its param groups; each
+parameter in them is replaced, in place, by this rank's piece of it: a 1-D view of the unit's
+``master``, possibly empty. Elementwise update rules cannot tell the difference.
+
+``zero_grad`` has no hook in torch, so the optimizer's class becomes a subclass that also drops what
+is pending; see docs/design/optimizer-class.md.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onefold.errors import StateError
+from onefold.unit import Unit
+
+_DROP: "WeakKeyDictionary[Optimizer, Callable[[], None]]" = WeakKeyDictionary()
+"""What an engine's optimizer does beside its own ``zero_grad``."""
+
+
+class _DropsPending(Optimizer):
+    """Mixed in front of the user's optimizer class."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient of the engine, pending or reduced, then the optimizer's own."""
+        drop = _DROP.get(self)
+        if drop is not None:
+            drop()
+        super().zero_grad(set_to_none)
+
+
+class Masters:
+    """The pieces of one rank, in the optimizer's param groups."""
+
+    def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
+        self.optimizer = optimizer
+        self._pieces: list[tuple[Unit, int, Tensor]] = []
+        piece_of: dict[int, Tensor] = {}
+        for unit in units:
+            for index, slot in enumerate(unit.slots):
+                offset, _, numel = unit.piece(index)
+                piece = unit.master[offset : offset + numel].detach()
+                self._pieces.append((unit, index, piece))
+                piece_of[id(slot.param)] = piece
+        for group in optimizer.param_groups:
+            group["params"] = [piece_of[id(param)] for param in group["params"]]
+
+    def expose(self) -> None:
+        """Give every piece its reduced gradient; None where no rank touched the parameter."""
+        for unit, index, piece in self._pieces:
+            piece.grad = unit.gradients.piece(index)
+
+    def spoil(self) -> None:
+        """Make one gradient of this rank NaN: some rank's is, and all must see it."""
+        for _, _, piece in self._pieces:
+            if piece.grad is not None:
+                piece.grad[:1] = float("nan")
+                return
+
+    def hide(self) -> None:
+        """Take the gradients away again, so that a stray step changes nothing."""
+        for _, _, piece in self._pieces:
+            piece.grad = None
+
+
+def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Refuse an optimizer that cannot be re-pointed.
+
+    Args:
+        optimizer: the user's.
+        names: the model's parameters, by ``id``.
+    Raises:
+        ValueError: it has state already, or holds a tensor that is no parameter of the model.
+    """
+    if optimizer.state:
+        raise ValueError(
+            f"initialize(optimizer=): this {type(optimizer).__name__} has already stepped; its "
+            "state belongs to whole parameters. Pass a fresh one and load a checkpoint after."
+        )
+    for position, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ValueError(
+                    f"initialize(optimizer=): param group {position} holds a tensor of shape "
+                    f"{tuple(param.shape)} that is no parameter of the model. Build the optimizer "
+                    "from model.parameters() of the model that you pass."
+                )
+
+
+def adopt(
+    optimizer: Optimizer,
+    *,
+    drop: Callable[[], None],
+    before_step: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    after_step: Callable[[], None],
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Make the optimizer's own methods the engine's.
+
+    Args:
+        optimizer: the user's, re-pointed.
+        drop: what ``zero_grad`` does besides.
+        before_step: called with step's arguments.
+        after_step: called after the update.
+    """
+    own = type(optimizer)
+    adopted = type(own.__name__, (_DropsPending, own), {"__module__": own.__module__})
+    optimizer.__class__ = adopted
+    _DROP[optimizer] = drop
+
+    def refuse(_optimizer: Optimizer) -> None:
+        raise StateError(
+            "optimizer.state_dict(): every rank holds other pieces of the state, so one rank's "
+            "dict is not a checkpoint. Use engine.save_checkpoint()."
+        )
+
+    return [
+        optimizer.register_step_pre_hook(lambda _o, args, kwargs: before_step(args, kwargs)),
+        optimizer.register_step_post_hook(lambda _o, _args, _kwargs: after_step()),
+        optimizer.register_state_dict_pre_hook(refuse),
+    ]
+
+
+def release(optimizer: Optimizer) -> None:
+    """Stop forwarding ``zero_grad`` to an engine that was destroyed."""
+    _DROP.pop(optimizer, None)

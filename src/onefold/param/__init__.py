@@ -1,0 +1,1 @@
+"""Parameters: stations 0 and 6 (unshard, publish)."""

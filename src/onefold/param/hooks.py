@@ -1,0 +1,160 @@
+"""Module hooks: what a forward and the backward through it mean for the parameters they need.
+
+Every module that owns parameters of a block, and the block's own module, carries the same pair of
+forward hooks, so that a call of the model, of a block or of any submodule is equally right. The
+hook after forward leaves hooks on the outputs, which hold the block before its backward; the
+outermost forward of a block also leaves hooks on its inputs, which release it after.
+
+An input was made before the block's forward, so autograd, which runs the latest node first, has run
+all of the block when the gradient of any non-leaf input is complete. Where no input needs a
+gradient the block is released at the end of the backward.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from onefold.backward import NOT_RUNNING, Backwards
+from onefold.errors import StateError
+from onefold.param.unshard import Unsharder
+from onefold.plan import Block
+from onefold.unit import Unit
+
+
+class ModuleHooks:
+    """The forward hooks of one engine's modules."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        units: Sequence[Unit],
+        unsharder: Unsharder,
+        backwards: Backwards,
+    ) -> None:
+        self._unsharder = unsharder
+        self._backwards = backwards
+        self._units = units
+        self._depth: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
+        self._handles: list[RemovableHandle] = []
+        self._blocks_of: dict[nn.Module, list[int]] = {}
+        self._freed: dict[nn.Module, list[Unit]] = {}
+        for index, block in enumerate(blocks):
+            for module in dict.fromkeys(block.modules):
+                self._blocks_of.setdefault(module, []).append(index)
+                freed = [units[i] for i in block.units if units[i].frees_parameters]
+                self._freed.setdefault(module, []).extend(freed)
+        for module in self._blocks_of:
+            self._attach(module)
+        backwards.on_end.append(unsharder.end_backward)
+
+    def detach(self) -> None:
+        """Take every hook off the user's modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach(self, module: nn.Module) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+            module.register_state_dict_pre_hook(self._before_state_dict),
+            module.register_load_state_dict_pre_hook(self._before_load),
+        ]
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._backwards.observe() == NOT_RUNNING:  # else this is a recompute or a replay
+            self._backwards.settle()
+            if not any(self._depth.values()):
+                self._unsharder.start_pass()
+        for block in self._blocks_of[module]:
+            self._depth[block] += 1
+            self._unsharder.hold(block)
+
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        blocks = self._blocks_of[module]
+        watched = torch.is_grad_enabled() and output is not None
+        if watched:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_BeforeBackward(self, blocks))
+        for block in blocks:
+            self._depth[block] -= 1
+            if watched and not self._depth[block] and not self._unsharder.is_resident:
+                self._watch_inputs(block, args, kwargs)
+            self._unsharder.release(block)
+
+    def _watch_inputs(self, block: int, args: Any, kwargs: Any) -> None:
+        seen = {id(t): t for t in _tensors((args, kwargs)) if t.requires_grad and not t.is_leaf}
+        for tensor in seen.values():
+            tensor.register_hook(_AfterBackward(self, block))
+
+    def before_backward(self, blocks: Sequence[int]) -> None:
+        """The gradient of an output is known: the backward of ``blocks`` is next."""
+        task = self._backwards.observe()
+        for block in blocks:
+            self._unsharder.hold_for_backward(block, task)
+
+    def after_backward(self, block: int) -> None:
+        """The gradient of an input is known: the backward of ``block`` is over."""
+        self._unsharder.release_after_backward(block, self._backwards.observe())
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._refuse_freed(module, "state_dict()", "engine.full_state_dict()")
+
+    def _before_load(self, module: nn.Module, *_rest: Any) -> None:
+        self._refuse_freed(
+            module, "load_state_dict()", "it inside 'with engine.full_parameters():'"
+        )
+
+    def _refuse_freed(self, module: nn.Module, call: str, remedy: str) -> None:
+        for unit in self._freed[module]:
+            if not unit.is_unsharded:
+                raise StateError(
+                    f"{call} of a sharded module: the parameters of unit {unit.name} are freed on "
+                    f"this rank. Call {remedy} on every rank instead."
+                )
+
+
+class _BeforeBackward:
+    """Tensor hook on an output. A class, so that no frame of the forward is kept alive."""
+
+    __slots__ = ("_blocks", "_hooks")
+
+    def __init__(self, hooks: ModuleHooks, blocks: Sequence[int]) -> None:
+        self._hooks = hooks
+        self._blocks = blocks
+
+    def __call__(self, _grad: Tensor) -> None:
+        self._hooks.before_backward(self._blocks)
+
+
+class _AfterBackward:
+    """Tensor hook on an input."""
+
+    __slots__ = ("_block", "_hooks")
+
+    def __init__(self, hooks: ModuleHooks, block: int) -> None:
+        self._hooks = hooks
+        self._block = block
+
+    def __call__(self, _grad: Tensor) -> None:
+        self._hooks.after_backward(self._block)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested containers, dataclasses and plain output objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -1,0 +1,126 @@
+"""Station 0, unshard. From: a sharded unit. To: the module's forward and backward.
+
+Outside scopes a unit is gathered before its block's forward and backward and freed after; the next
+one is gathered ahead, in the order that was seen last time. Inside a scope every unit is resident:
+gathered once at entry, in plan order, and freed at the end.
+
+Where parameters are Replicate all of this is counting, and nothing is sent or freed.
+"""
+
+from collections.abc import Sequence
+
+from onefold.plan import Block
+from onefold.unit import Unit
+
+
+class Unsharder:
+    """Holds blocks for forwards and backwards, and gathers one ahead.
+
+    Attributes:
+        is_resident: every unit is held by a scope.
+    """
+
+    def __init__(self, blocks: Sequence[Block], units: Sequence[Unit]) -> None:
+        self._blocks = blocks
+        self._units = units
+        self._block_units = [[units[index] for index in block.units] for block in blocks]
+        self._successor: dict[tuple[str, int], int] = {}
+        self._last: dict[str, int] = {}
+        self._backward_holds: dict[int, set[int]] = {}
+        self.is_resident = False
+        # Registration order: what forward uses first comes first.
+        self.gather_order = [
+            unit for block in reversed(self._block_units) for unit in block
+        ]
+        if blocks and blocks[-1].name == "root":
+            self._first_units = self._block_units[-1]
+        else:
+            self._first_units = []
+
+    # -- a scope's entry and end ------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Make every unit resident; only the root block is waited for.
+
+        Communication: one all-gather per sharded unit, in plan order on every rank.
+        """
+        self.is_resident = True
+        for unit in self.gather_order:
+            unit.holds += 1
+            unit.start_unshard()
+        for unit in self._first_units:
+            # A custom method of the model may read these without any module's forward.
+            unit.finish_unshard()
+
+    def leave(self) -> None:
+        """End the residency: parameters go home, which sends nothing."""
+        self.is_resident = False
+        for unit in self.gather_order:
+            unit.release()
+
+    # -- forwards ---------------------------------------------------------------------------
+
+    def hold(self, block: int) -> None:
+        """A forward of ``block`` begins."""
+        for unit in self._block_units[block]:
+            unit.hold()
+        if not self.is_resident:
+            self._gather_ahead("forward", block)
+
+    def release(self, block: int) -> None:
+        """A forward of ``block`` has ended."""
+        for unit in self._block_units[block]:
+            unit.release()
+
+    def start_pass(self) -> None:
+        """An outermost forward begins: what was gathered ahead and not used is freed."""
+        self._last.pop("forward", None)
+        self._free_unused()
+
+    # -- backwards --------------------------------------------------------------------------
+
+    def hold_for_backward(self, block: int, task: int) -> None:
+        """Backward ``task`` reaches ``block``."""
+        held = self._backward_holds.setdefault(task, set())
+        if block in held:
+            return
+        if not held:
+            self._last.pop("backward", None)
+        held.add(block)
+        for unit in self._block_units[block]:
+            unit.hold()
+        if not self.is_resident:
+            self._gather_ahead("backward", block)
+
+    def release_after_backward(self, block: int, task: int) -> None:
+        """Backward ``task`` has left ``block``."""
+        held = self._backward_holds.get(task, set())
+        if block in held:
+            held.remove(block)
+            self.release(block)
+
+    def end_backward(self, task: int) -> None:
+        """Backward ``task`` has ended, well or not."""
+        for block in self._backward_holds.pop(task, set()):
+            self.release(block)
+        if not self._backward_holds:
+            self._free_unused()
+
+    # -- prefetch ---------------------------------------------------------------------------
+
+    def _gather_ahead(self, direction: str, block: int) -> None:
+        previous = self._last.get(direction)
+        if previous == block:
+            return
+        if previous is not None:
+            self._successor[direction, previous] = block
+        self._last[direction] = block
+        following = self._successor.get((direction, block))
+        if following is not None:
+            for unit in self._block_units[following]:
+                unit.start_unshard()
+
+    def _free_unused(self) -> None:
+        for unit in self._units:
+            if not unit.holds:
+                unit.reshard()

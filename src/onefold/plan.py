@@ -1,0 +1,302 @@
+"""Plan: model + config + world -> blocks, units and placements. Nothing is re-decided at run time.
+
+A block is what is unsharded as a whole. Where parameters are Replicate a block is a bucketful of
+parameters in reverse registration order; where they are Shard it is one repeated block of the
+model, and everything else is the root block. A block has one unit per combination of dtype, device
+and trainability. The order of the units is the order in which they are reduced (the last layer
+first); they are gathered in the opposite order.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from onefold.config import Config
+from onefold.unit import Slot, UnitSpec
+from onefold.wire.layout import FlatLayout
+from onefold.wire.placements import HOME, Placements
+
+DEFAULT_BUCKET_BYTES: Final = 25 << 20
+_CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)  # no forward of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is unsharded as a whole.
+
+    Attributes:
+        name: the block's module, or the first parameter of its bucket.
+        units: indices of its units in the plan.
+        modules: modules whose forward needs the block: its own, and each that owns a parameter.
+    """
+
+    name: str
+    units: tuple[int, ...]
+    modules: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided at construction."""
+
+    home: Placements
+    blocks: tuple[Block, ...]
+    units: tuple[UnitSpec, ...]
+    num_shards: int
+    num_replicas: int
+    notes: tuple[str, ...]
+    """Decisions worth a line in the log."""
+
+    def bytes_per_backward(self, backwards: int) -> int:
+        """What a rank sends for ``backwards`` backwards outside any window, step() apart.
+
+        Per backward V for the gradients where they are Shard, and 2 V for the parameters where
+        they are; once 2 V (all-reduce) or V (reduce-scatter) where gradients are Partial.
+        """
+        gradients = parameters = 0
+        for unit in self.units:
+            shard_bytes = unit.layout.shard_numel * unit.dtype.itemsize
+            sent = shard_bytes * (self.num_shards - 1)
+            if unit.is_trainable:
+                whole = 2 * shard_bytes * (self.num_replicas - 1) // self.num_replicas
+                gradients += sent + whole
+            parameters += sent
+        times = backwards if self.home.shards_gradients else min(1, backwards)
+        gathers = 2 * backwards if self.home.shards_parameters else 0
+        return times * gradients + gathers * parameters
+
+    def fingerprint(self) -> str:
+        """A hash of names, shapes, dtypes and layouts, equal on all ranks or nothing fits."""
+        digest = hashlib.blake2b(digest_size=16)
+        for unit in self.units:
+            described = [(s.name, tuple(s.size), s.stride) for s in unit.slots]
+            digest.update(repr((unit.name, described, unit.layout, unit.dtype)).encode())
+            digest.update(repr((unit.is_trainable, self.home)).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A parameter on its way into a unit."""
+
+    slot: Slot
+    is_trainable: bool
+
+
+def build_plan(
+    module: nn.Module, config: Config, trainable: Iterable[Tensor], *, world_size: int
+) -> Plan:
+    """Decide blocks, units and layouts.
+
+    Args:
+        module: the user's model; may be on the meta device.
+        config: which home placements, bucket size and block classes.
+        trainable: the parameters that stand in the optimizer's param groups.
+        world_size: number of data-parallel ranks.
+    Raises:
+        ValueError: a parameter cannot be planned for (sparse gradients, dtype); names them all.
+    """
+    home = HOME[config.stage]
+    in_groups = {id(param) for param in trainable}
+    members = {
+        id(param): _Member(_slot(name, param), id(param) in in_groups)
+        for name, param in module.named_parameters()
+    }
+    _check(module, members.values())
+    notes = [_untrained_note(members.values())]
+    num_shards = world_size if home.shards_optimizer else 1
+    if home.shards_parameters:
+        groups = _by_repeated_block(module, config.block_classes, members)
+    else:
+        bucket_numel, note = _bucket_numel(config, members.values())
+        notes.append(note)
+        groups = _by_bucket(module, members, bucket_numel)
+    blocks, units = _units_of(groups, home, num_shards)
+    told = tuple(note for note in notes if note)
+    return Plan(home, blocks, units, num_shards, world_size // num_shards, told)
+
+
+def _slot(name: str, param: nn.Parameter) -> Slot:
+    stride = param.stride()
+    is_dense = _is_dense(param.size(), stride)
+    contiguous = torch.empty(param.size(), device="meta").stride()
+    return Slot(name, param, param.size(), stride if is_dense else contiguous)
+
+
+def _is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether the strides cover ``numel`` elements without gaps or overlaps."""
+    expected = 1
+    for step, length in sorted(zip(stride, size, strict=True)):
+        if length == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _check(module: nn.Module, members: Iterable[_Member]) -> None:
+    problems = [
+        f"{name} ({type(child).__name__}) was built with sparse=True; expected dense gradients, "
+        "because they travel in flat buffers. Build it with sparse=False."
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+    ]
+    for member in members:
+        dtype = member.slot.param.dtype
+        if member.is_trainable and dtype not in (torch.float32, torch.float64):
+            problems.append(
+                f"{member.slot.name} is trainable and of dtype {dtype}; expected float32 or "
+                "float64. Convert the model with .float(), or leave the parameter out of the "
+                "optimizer."
+            )
+    if problems:
+        raise ValueError("initialize(model=): " + "\n".join(problems))
+
+
+def _untrained_note(members: Iterable[_Member]) -> str:
+    names = [m.slot.name for m in members if not m.is_trainable and m.slot.param.requires_grad]
+    if not names:
+        return ""
+    shown = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")  # noqa: PLR2004
+    return (
+        f"{len(names)} parameter(s) require gradients but stand in no param group; they are "
+        f"treated as frozen: {shown}"
+    )
+
+
+def _bucket_numel(config: Config, members: Iterable[_Member]) -> tuple[int, str]:
+    """The bucket size in elements, cut to a quarter of the model."""
+    trainable = [m.slot.param for m in members if m.is_trainable]
+    total = sum(param.numel() for param in trainable)
+    itemsize = max((param.dtype.itemsize for param in trainable), default=4)
+    wanted = config.reduce_bucket_numel or DEFAULT_BUCKET_BYTES // itemsize
+    quarter = max(1, total // 4)
+    if wanted <= quarter:
+        return wanted, ""
+    asked = "reduce_bucket_size" if config.reduce_bucket_numel else "the default bucket"
+    return quarter, (
+        f"{asked} of {wanted} elements is above a quarter of the model's {total}; using {quarter}"
+    )
+
+
+def _by_bucket(
+    module: nn.Module, members: dict[int, _Member], bucket_numel: int
+) -> Iterator[tuple[str, list[_Member], tuple[nn.Module, ...]]]:
+    """Parameters in reverse registration order; a bucket is closed before it would overflow."""
+    bucket: list[_Member] = []
+    numel = 0
+    buckets: list[list[_Member]] = []
+    for member in reversed(members.values()):
+        size = member.slot.param.numel()
+        if bucket and numel + size > bucket_numel:
+            buckets.append(bucket)
+            bucket, numel = [], 0
+        bucket.append(member)
+        numel += size
+    if bucket:
+        buckets.append(bucket)
+    for bucket in buckets:
+        owners = _owners(module, bucket)
+        yield f"bucket({bucket[0].slot.name})", bucket, (module, *owners)
+
+
+def _by_repeated_block(
+    module: nn.Module, block_classes: Sequence[str], members: dict[int, _Member]
+) -> Iterator[tuple[str, list[_Member], tuple[nn.Module, ...]]]:
+    """The last repeated block first, the root block at the end."""
+    repeated = list(_repeated_blocks(module, block_classes))
+    homes: dict[int, set[int]] = defaultdict(set)
+    for position, (_, block) in enumerate(repeated):
+        for param in block.parameters():
+            homes[id(param)].add(position)
+    inside = {id(param) for _, block in repeated for param in block.parameters()}
+    outside = {id(child) for _, block in repeated for child in block.modules()}
+    for child in module.modules():
+        if id(child) not in outside:
+            for param in child._parameters.values():
+                if param is not None and id(param) in inside:
+                    homes[id(param)].add(-1)  # tied across the border: the root's
+    for position in reversed(range(len(repeated))):
+        name, block = repeated[position]
+        own = [m for key, m in members.items() if homes.get(key) == {position}]
+        if own:
+            yield name, own, (block, *_owners(block, own))
+    root = [m for key, m in members.items() if len(homes.get(key, ())) != 1 or -1 in homes[key]]
+    if root:
+        yield "root", root, (module, *_owners(module, root))
+
+
+def _repeated_blocks(
+    module: nn.Module, block_classes: Sequence[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that are unsharded as a whole, in registration order."""
+    named = set(block_classes) or set(getattr(module, "_no_split_modules", None) or ())
+    seen: set[int] = set()
+
+    def visit(prefix: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        is_sequence = not named and isinstance(parent, nn.ModuleList | nn.Sequential)
+        for name, child in parent.named_children():
+            path = f"{prefix}{name}"
+            is_block = is_sequence or type(child).__name__ in named
+            if is_block and not isinstance(child, _CONTAINERS):
+                if id(child) not in seen and any(True for _ in child.parameters()):
+                    seen.add(id(child))
+                    yield path, child
+            else:
+                yield from visit(f"{path}.", child)
+
+    yield from visit("", module)
+
+
+def _owners(module: nn.Module, members: Iterable[_Member]) -> list[nn.Module]:
+    """The modules below ``module`` that own one of the parameters directly."""
+    wanted = {id(member.slot.param) for member in members}
+    return [
+        child
+        for child in module.modules()
+        if child is not module
+        and any(id(param) in wanted for param in child._parameters.values() if param is not None)
+    ]
+
+
+def _units_of(
+    groups: Iterable[tuple[str, list[_Member], tuple[nn.Module, ...]]],
+    home: Placements,
+    num_shards: int,
+) -> tuple[tuple[Block, ...], tuple[UnitSpec, ...]]:
+    blocks: list[Block] = []
+    units: list[UnitSpec] = []
+    for block_name, members, modules in groups:
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[Slot]] = defaultdict(list)
+        for member in members:
+            param = member.slot.param
+            kinds[param.dtype, param.device, member.is_trainable].append(member.slot)
+        indices: list[int] = []
+        for (dtype, device, is_trainable), slots in kinds.items():
+            numels = [slot.param.numel() for slot in slots]
+            layout = FlatLayout.build(numels, itemsize=dtype.itemsize, num_shards=num_shards)
+            name = block_name if len(kinds) == 1 else f"{block_name}/{len(indices)}"
+            device = _home_device(device)
+            indices.append(len(units))
+            units.append(
+                UnitSpec(
+                    len(units), name, tuple(slots), layout, dtype, device, is_trainable, home
+                )
+            )
+        blocks.append(Block(block_name, tuple(indices), modules))
+    return tuple(blocks), tuple(units)
+
+
+def _home_device(device: torch.device) -> torch.device:
+    """Where a parameter will live: a meta parameter is materialised on the accelerator, if any."""
+    if device.type != "meta":
+        return device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

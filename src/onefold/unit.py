@@ -1,0 +1,236 @@
+"""Unit: parameters of one block that travel as one flat buffer, and the states they are in.
+
+Legend: W size of the shard axis, N padded elements of the unit, S = N / W, P parameters.
+
+| buffer        | shape | dtype        | lives                                                   |
+|---------------|-------|--------------|---------------------------------------------------------|
+| `param_full`  | [N]   | model        | always where parameters are Replicate; else while held  |
+| `param_shard` | [S]   | model        | always; a view of `param_full` where that is Replicate  |
+| `grad_full`   | [N]   | accumulation | Partial: from bind (first gradient) to the reduction    |
+| `grad_shard`  | [S]   | accumulation | from the first reduction to the step                    |
+| `master`      | [S]   | fp32 / fp64  | always; the same memory as `param_shard`                |
+
+The parameter half is here, the gradient half in ``gradients.py``.
+
+| parameters are | `param.data` is                          | moves                              |
+|----------------|------------------------------------------|------------------------------------|
+| sharded        | one NaN expanded to the shape            | start_unshard -> unsharding        |
+| unsharding     | the same                                 | finish_unshard -> unsharded        |
+| unsharded      | a view of `param_full`, own strides      | reshard (no holds left) -> sharded |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from onefold.errors import StateError
+from onefold.gradients import Gradients
+from onefold.wire.buffer import Arena
+from onefold.wire.collectives import Collectives, Handle
+from onefold.wire.layout import FlatLayout, Piece
+from onefold.wire.placements import Placements
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in its unit. ``param`` is the user's own object."""
+
+    name: str
+    """Its first name in ``named_parameters`` order; tied parameters live once."""
+    param: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    """Its own dense strides, kept in every view (channels_last, transposed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What the plan decided about one unit."""
+
+    index: int
+    """Its place in the plan: the order in which units are reduced."""
+    name: str
+    slots: tuple[Slot, ...]
+    layout: FlatLayout
+    dtype: torch.dtype
+    device: torch.device
+    is_trainable: bool
+    home: Placements
+
+
+class Unit:
+    """One unit's buffers and legal moves. Built by the engine from a ``UnitSpec``."""
+
+    def __init__(self, spec: UnitSpec, collectives: Collectives, arena: Arena) -> None:
+        self.spec = spec
+        self.index = spec.index
+        self.name = spec.name
+        self.slots = spec.slots
+        self.params: tuple[nn.Parameter, ...] = tuple(slot.param for slot in spec.slots)
+        self.layout = spec.layout
+        self.shard_rank = collectives.mesh.shard.rank
+        self.frees_parameters = spec.home.shards_parameters
+        self.holds = 0
+        self.is_unsharded = False
+        self._collectives = collectives
+        self._gather: Handle | None = None
+        self._left_versions: list[int] = []
+        nothing = float("nan") if spec.dtype.is_floating_point else 0
+        self._freed = torch.full((1,), nothing, dtype=spec.dtype, device=spec.device)
+        self.param_full = torch.zeros(self.layout.numel, dtype=spec.dtype, device=spec.device)
+        self.views = self.views_of(self.param_full)
+        self.param_shard = self.param_full[self._own_slice]
+        self.gradients = Gradients(self.slots, self.layout, self.views_of, arena, self.shard_rank)
+
+    @property
+    def _own_slice(self) -> slice:
+        begin = self.shard_rank * self.layout.shard_numel
+        return slice(begin, begin + self.layout.shard_numel)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of ``param_full`` while it is filled."""
+        return self.layout.numel * self.spec.dtype.itemsize
+
+    @property
+    def master(self) -> Tensor:
+        """``[S]``, what the optimizer updates."""
+        return self.param_shard
+
+    def piece(self, index: int) -> Piece:
+        """This rank's part of parameter ``index``."""
+        return self.layout.piece(index, self.shard_rank)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of ``flat`` ``[N]`` in the shapes and strides of the parameters."""
+        return [
+            flat.as_strided(slot.size, slot.stride, offset)
+            for slot, offset in zip(self.slots, self.layout.offsets, strict=True)
+        ]
+
+    def place(self) -> None:
+        """Take the parameters over: rank 0's values win, and everything goes to its home.
+
+        Communication: one broadcast of N elements.
+        Memory: N elements; where parameters are Shard all but S of them are freed again.
+        """
+        for slot, view in zip(self.slots, self.views, strict=True):
+            if slot.param.device.type != "meta":
+                view.copy_(slot.param.detach())
+        self.settle_home()
+
+    def settle_home(self) -> None:
+        """``param_full`` holds rank 0's values (on rank 0): send them and go home."""
+        self._collectives.broadcast(self.param_full, self.name)
+        self.is_unsharded = True
+        self._point_at(self.views)
+        if self.frees_parameters:
+            self.param_shard = self.param_full[self._own_slice].clone()
+            self._free()
+
+    # -- parameters: sharded, unsharding, unsharded ------------------------------------------
+
+    def start_unshard(self) -> None:
+        """Start gathering the parameters; nothing to do where they are here or on their way.
+
+        Communication: one all-gather, (W-1)/W * N * itemsize bytes out and in.
+        Memory: N elements until ``reshard``.
+        """
+        if self.is_unsharded or self._gather is not None:
+            return
+        # The storage object stays the same for ever: views that autograd saved before it was
+        # emptied (a transposed weight) are valid again once it is filled.
+        self.param_full.untyped_storage().resize_(self.full_bytes)
+        self._gather = self._collectives.start_all_gather(
+            self.param_shard, self.param_full, self.index, self.name
+        )
+
+    def finish_unshard(self) -> None:
+        """Wait for the parameters and make them readable."""
+        if self.is_unsharded:
+            return
+        self.start_unshard()
+        gather, self._gather = self._gather, None
+        assert gather is not None
+        gather.wait()
+        self.is_unsharded = True
+        self._point_at(self.views)
+
+    def hold(self) -> None:
+        """Parameters are needed; they stay unsharded until as many ``release`` calls."""
+        self.holds += 1
+        if not self.is_unsharded:
+            self.finish_unshard()
+
+    def release(self) -> None:
+        """End one hold; the last one frees the parameters where their home is Shard."""
+        self.holds -= 1
+        assert self.holds >= 0, f"unit {self.name} was released more often than held"
+        if self.holds == 0:
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Free the parameters unless somebody holds them, or their home is Replicate."""
+        if not self.frees_parameters or self.holds:
+            return
+        if self._gather is not None:
+            self.finish_unshard()  # gathered ahead and never used
+        if self.is_unsharded:
+            if self.was_written():
+                self.keep_writes()
+            self._free()
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """A new ``[N]`` that holds every rank's ``shard`` ``[S]``, for reading."""
+        flat = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
+        self._collectives.start_all_gather(shard, flat, self.index, f"{self.name} (read)").wait()
+        return flat
+
+    def was_written(self) -> bool:
+        """Somebody wrote into a parameter in place since the engine last looked."""
+        return any(
+            param._version != left
+            for param, left in zip(self.params, self._left_versions, strict=True)
+        )
+
+    def keep_writes(self) -> None:
+        """Copy this rank's slice of the parameters into the master."""
+        own = self.param_full[self._own_slice]
+        if own.data_ptr() != self.param_shard.data_ptr():
+            self.param_shard.copy_(own)
+        self._left_versions = [param._version for param in self.params]
+
+    def publish_version(self) -> None:
+        """The parameters have new values: a backward on an older graph must raise, as in torch."""
+        torch.autograd.graph.increment_version(self.params)
+        self._left_versions = [param._version for param in self.params]
+
+    def check_storage(self) -> None:
+        """Refuse parameters whose storage somebody replaced.
+
+        Raises:
+            StateError: ``.to()``, ``.half()`` or an assignment to ``.data`` moved a parameter out
+                of its unit.
+        """
+        here = self.views if self.is_unsharded else None
+        for index, slot in enumerate(self.slots):
+            expected = (here[index] if here else self._freed).data_ptr()
+            if slot.param.numel() and slot.param.data_ptr() != expected:
+                raise StateError(
+                    f"step(): the storage of parameter {slot.name} was replaced after initialize() "
+                    "(by .to(), .half() or an assignment to .data), so the engine would step "
+                    "weights that the module no longer reads. Convert the model before initialize()"
+                    " and write in place."
+                )
+
+    def _free(self) -> None:
+        self.is_unsharded = False
+        self._point_at([self._freed.expand(slot.size) for slot in self.slots])
+        self.param_full.untyped_storage().resize_(0)
+
+    def _point_at(self, tensors: Sequence[Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+        self._left_versions = [param._version for param in self.params]

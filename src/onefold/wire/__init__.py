@@ -1,0 +1,1 @@
+"""The wire: the only folder that names ``torch.distributed``."""

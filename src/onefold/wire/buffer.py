@@ -1,0 +1,96 @@
+"""Arena: where full-size buffers are leased from, and where they go back.
+
+One arena per engine. Large CPU buffers lie on huge pages where the platform has them, because a
+fresh buffer on small pages costs several times more page faults than the reduction it serves.
+Buffers that come back are kept for the next lease until ``trim``, which the engine calls between
+steps; between steps an arena holds nothing.
+"""
+
+import logging
+import mmap
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+class Arena:
+    """Leases of flat 1-D buffers.
+
+    Attributes:
+        leased_bytes: bytes out on lease now.
+        peak_bytes: the most that was ever out or kept for reuse at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.leased_bytes = 0
+        self.peak_bytes = 0
+        self._kept_bytes = 0
+        self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def lease(self, numel: int, dtype: torch.dtype, *, zeroed: bool = False) -> Tensor:
+        """A flat buffer ``[numel]``; its contents are undefined unless ``zeroed``.
+
+        The lease ends with ``give_back``.
+        """
+        numel_bytes = numel * dtype.itemsize
+        kept = self._kept[numel, dtype]
+        if kept:
+            buffer = kept.pop()
+            self._kept_bytes -= numel_bytes
+            if zeroed:
+                buffer.zero_()
+        else:
+            buffer = self._allocate(numel, dtype, zeroed=zeroed)
+        self.leased_bytes += numel_bytes
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._kept_bytes)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """End a lease. The caller must not touch the buffer again."""
+        self.leased_bytes -= buffer.nbytes
+        self._kept_bytes += buffer.nbytes
+        self._kept[buffer.numel(), buffer.dtype].append(buffer)
+
+    def trim(self) -> None:
+        """Return every kept buffer to the operating system."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    @contextmanager
+    def leased(self, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        """A lease for the length of a with-block."""
+        buffer = self.lease(numel, dtype)
+        try:
+            yield buffer
+        finally:
+            self.give_back(buffer)
+
+    def _allocate(self, numel: int, dtype: torch.dtype, *, zeroed: bool) -> Tensor:
+        num_bytes = numel * dtype.itemsize
+        if self.device.type == "cpu" and num_bytes >= HUGE_PAGE_BYTES:
+            return _huge_pages(num_bytes).view(dtype)
+        make = torch.zeros if zeroed else torch.empty
+        return make(numel, dtype=dtype, device=self.device)
+
+
+def _huge_pages(num_bytes: int) -> Tensor:
+    """Fresh anonymous memory, which reads as zeros, aligned to huge pages; ``[num_bytes]`` uint8."""
+    # The tensor keeps the mapping alive and unmaps it when it dies.
+    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            log.debug("no huge pages: %s", error)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    return memory[start : start + num_bytes]

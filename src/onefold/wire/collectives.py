@@ -1,0 +1,129 @@
+"""Collectives: the one door to the wire for flat buffers, with a ledger at the door.
+
+Every collective is started here and hands out a ``Handle``. On an axis of one rank a collective is
+a copy (nothing at all where source and result are the same memory) and the ledger stays as it is.
+"""
+
+import time
+from typing import Final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.wire.ledger import Entry, Ledger
+from onefold.wire.mesh import Group, Mesh
+from onefold.wire.transports import Work
+
+_TAGS_PER_UNIT: Final = 3  # one per collective, so that a gather never meets a reduction
+
+
+class Handle:
+    """A started collective. ``wait`` orders the result before its first use; once is enough."""
+
+    def __init__(self, ledger: Ledger, entry: Entry | None = None, work: Work | None = None):
+        self._ledger = ledger
+        self._entry = entry
+        self._work = work
+
+    def wait(self) -> None:
+        """Block until the result may be read, and enter the exposed time in the ledger."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        begin = time.perf_counter()
+        work.wait()
+        if self._entry is not None:
+            self._ledger.close(self._entry, time.perf_counter() - begin)
+
+
+class Collectives:
+    """Reduce-scatter, all-gather and all-reduce of flat buffers over the axes of a mesh.
+
+    ``index`` and ``unit`` name the unit for the transport and the ledger. The calling order must be
+    the same on every rank, except that the direct transport tells units apart.
+    """
+
+    def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
+        self.mesh = mesh
+        self.ledger = ledger
+
+    def start_reduce_scatter(self, source: Tensor, out: Tensor, index: int, unit: str) -> Handle:
+        """Start summing ``source`` over the shard axis; this rank's slice lands in ``out``.
+
+        Args:
+            source: ``[N]``, contiguous. Owned by the call until the handle is waited for.
+            out: ``[S]``, same dtype and device, overwritten. May be slice r of ``source``.
+            index: the unit's place in the plan.
+            unit: the unit's name.
+        Communication: one reduce-scatter; (W-1)/W * N * itemsize bytes out and in.
+        Source: ZeRO (arXiv:1910.02054) sec. 5.2.
+        """
+        group = self.mesh.shard
+        if group.transport is None:
+            _copy(source, out)
+            return Handle(self.ledger)
+        moved = out.nbytes * (group.size - 1)
+        entry = self.ledger.open("reduce_scatter", unit, moved, moved)
+        work = group.transport.reduce_scatter(source, out, index * _TAGS_PER_UNIT)
+        return Handle(self.ledger, entry, work)
+
+    def start_all_gather(self, shard: Tensor, out: Tensor, index: int, unit: str) -> Handle:
+        """Start collecting every rank's ``shard`` over the shard axis into ``out``.
+
+        Args:
+            shard: ``[S]``. May be slice r of ``out``.
+            out: ``[N]``, same dtype and device, overwritten.
+            index: the unit's place in the plan.
+            unit: the unit's name.
+        Communication: one all-gather; (W-1)/W * N * itemsize bytes out and in.
+        Source: ZeRO (arXiv:1910.02054) sec. 5.3.
+        """
+        group = self.mesh.shard
+        if group.transport is None:
+            _copy(shard, out)
+            return Handle(self.ledger)
+        moved = shard.nbytes * (group.size - 1)
+        entry = self.ledger.open("all_gather", unit, moved, moved)
+        work = group.transport.all_gather(shard, out, index * _TAGS_PER_UNIT + 1)
+        return Handle(self.ledger, entry, work)
+
+    def start_all_reduce(self, buffer: Tensor, index: int, unit: str) -> Handle:
+        """Start summing ``buffer`` over the replicate axis, in place.
+
+        Args:
+            buffer: ``[S]``, contiguous. Owned by the call until the handle is waited for.
+            index: the unit's place in the plan.
+            unit: the unit's name.
+        Communication: one all-reduce; 2 * (R-1)/R * S * itemsize bytes out and in.
+        Source: DDP (arXiv:2006.15704) sec. 2.3.
+        """
+        group = self.mesh.replicate
+        if group.transport is None:
+            return Handle(self.ledger)
+        moved = 2 * buffer.nbytes * (group.size - 1) // group.size
+        entry = self.ledger.open("all_reduce", unit, moved, moved)
+        work = group.transport.all_reduce(buffer, index * _TAGS_PER_UNIT + 2)
+        return Handle(self.ledger, entry, work)
+
+    def broadcast(self, tensor: Tensor, unit: str) -> None:
+        """Overwrite ``tensor`` with rank 0's, on every rank. Blocks; used at start only."""
+        if self.mesh.process_group is None or not tensor.numel():
+            return
+        group = self.mesh.process_group
+        moved = tensor.nbytes
+        is_source = dist.get_rank(group) == 0
+        entry = self.ledger.open(
+            "broadcast", unit, moved if is_source else 0, 0 if is_source else moved
+        )
+        begin = time.perf_counter()
+        # bool tensors and integers travel as bytes: gloo does not sum them, but moves anything
+        contiguous = tensor.detach().contiguous()
+        dist.broadcast(contiguous, group=group, group_src=0)
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(contiguous)
+        self.ledger.close(entry, time.perf_counter() - begin)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    if source.data_ptr() != out.data_ptr():
+        out.copy_(source)

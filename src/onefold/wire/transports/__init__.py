@@ -1,0 +1,7 @@
+"""Transports: how the three collectives on flat buffers are carried out over one group."""
+
+from onefold.wire.transports.base import Transport, Work
+from onefold.wire.transports.direct import DirectTransport
+from onefold.wire.transports.native import NativeTransport
+
+__all__ = ["DirectTransport", "NativeTransport", "Transport", "Work"]
