@@ -59,10 +59,8 @@ class Backwards:
         task = current_task()
         if task == NOT_RUNNING or task in self._open:
             return task
-        if self._open and self._depth == 0 and self.outermost is None:
-            self.settle()
         self._open.append(task)
-        Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(partial(self._end, task))
         if self.outermost is None:
             self.outermost = task
             for begin in self.on_begin:

@@ -1,25 +1,18 @@
 """Engine: the order of calls. No tensor arithmetic here; each station is a file of its own."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.backward import Backwards
-from onefold.config import Config
-from onefold.errors import StateError, WindowAborted
-from onefold.grad.arming import Arming
-from onefold.grad.exchange import Agreement, Place, exchange
+from onefold.errors import StateError
+from onefold.grad.exchange import Place
 from onefold.grad.full import full_grad
-from onefold.grad.hooks import ReadyHooks
-from onefold.grad.reduce import Reducer
-from onefold.grad.window import GradWindow, Keeper, NoSync, Scope
+from onefold.grad.window import GradWindow, NoSync
 from onefold.optim import master
 from onefold.optim.accumulation import Accumulation
 from onefold.optim.clip import clip, global_norm
@@ -27,28 +20,10 @@ from onefold.param.full import full_parameters, full_state_dict
 from onefold.param.hooks import ModuleHooks
 from onefold.param.publish import publish
 from onefold.param.unshard import Unsharder
-from onefold.plan import Plan
-from onefold.unit import Unit
-from onefold.wire.buffer import Arena
-from onefold.wire.collectives import Collectives
+from onefold.parts import Parts
+from onefold.transaction import Transaction
 from onefold.wire.ledger import Ledger
-from onefold.wire.mesh import World, leave_world
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What ``initialize`` built and the engine runs."""
-
-    module: nn.Module
-    config: Config
-    plan: Plan
-    world: World
-    collectives: Collectives
-    arena: Arena
-    units: tuple[Unit, ...]
-    optimizer: Optimizer
+from onefold.wire.mesh import leave_world
 
 
 class Engine:
@@ -60,7 +35,7 @@ class Engine:
         lr_scheduler: stepped after every real step; None if the caller steps its own.
         device: where the parameters are.
         ledger: every data collective, counted.
-        last_window: the report of the last outermost window that ended; None before.
+        plan: blocks and units, as decided at construction.
         global_steps: real steps.
         micro_steps: calls of ``step()``, on and off the boundary.
     """
@@ -71,18 +46,15 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.device = parts.arena.device
         self.ledger: Ledger = parts.collectives.ledger
-        self.last_window: GradWindow | None = None
         self.global_steps = 0
         self.micro_steps = 0
         self._config = parts.config
-        self._plan = parts.plan
+        self.plan = parts.plan
         self._world = parts.world
         self._collectives = parts.collectives
-        self._arena = parts.arena
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
         self._norm: float | None = None
-        self._is_aborted = False
         self._is_stepping = False
         self._num_full = 0  # full_parameters() blocks that are open
 
@@ -93,25 +65,22 @@ class Engine:
             num_ranks=parts.world.size if averages else 1,
         )
         self._backwards = Backwards()
-        self._keeper = Keeper()
-        self._unsharder = Unsharder(parts.plan.blocks, parts.units)
-        self._module_hooks = ModuleHooks(
-            parts.plan.blocks, parts.units, self._unsharder, self._backwards
-        )
-        self._reducer = Reducer(parts.units, parts.collectives, parts.arena)
-        self._arming = Arming(self._trainable, self._reducer, self._next_is_last)
-        self._ready_hooks = ReadyHooks(
-            self._trainable, self._backwards, self._keeper, self._reducer, self._arming
-        )
-        self._ready_hooks.attach()
-        self._backwards.on_outermost_end.append(self._after_outermost_backward)
+        unsharder = Unsharder(parts.plan.blocks, parts.units)
+        self._module_hooks = ModuleHooks(parts.plan.blocks, parts.units, unsharder, self._backwards)
+        self._transaction = Transaction(parts, self._backwards, self._accumulation, unsharder)
+        self._publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
         self._masters = master.Masters(parts.optimizer, self._trainable)
         self._optimizer_hooks = master.adopt(
             parts.optimizer,
-            drop=self._drop,
+            drop=self._transaction.drop,
             before_step=self._before_step,
             after_step=self._after_step,
         )
+
+    @property
+    def last_window(self) -> GradWindow | None:
+        """The report of the last outermost window that ended; None before the first."""
+        return self._transaction.last_window
 
     # -- forward and backward ------------------------------------------------------------------
 
@@ -138,9 +107,11 @@ class Engine:
             retain_graph: as in torch.
             scale_wrt_gas: the step divides by the micro-steps taken; False leaves that out for the
                 whole step.
+
         Returns:
             The loss for logging, detached: divided by ``gradient_accumulation_steps`` unless
             ``scale_wrt_gas`` is False.
+
         Raises:
             ValueError: ``loss`` is not a scalar that requires a gradient.
             StateError: ``scale_wrt_gas`` differs from an earlier backward of the same step.
@@ -156,7 +127,7 @@ class Engine:
             )
         self._accumulation.note_backward(scale_wrt_gas)
         with self._backwards.running(loss):
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph)
         steps = self._accumulation.steps if scale_wrt_gas else None
         return loss.detach() / (steps or 1)
 
@@ -172,8 +143,10 @@ class Engine:
         Args:
             backwards: how many outermost backwards there will be, if known; the last one then
                 hides the reductions behind itself.
+
         Returns:
             A context manager that yields itself, a ``GradWindow``, as report.
+
         Raises:
             ValueError: ``backwards`` is below 1.
             WindowAborted: at the end, on every rank but those whose own error propagates.
@@ -182,7 +155,7 @@ class Engine:
             per pending unit where gradients are Shard.
         Memory: all gradients in the accumulation dtype, and all parameters.
         """
-        return GradWindow(self._open, self._close, backwards)
+        return GradWindow(self._transaction.open, self._transaction.close, backwards)
 
     def no_sync(self) -> NoSync:
         """A scope whose gradients stay local, also after its end, until the next reduction.
@@ -190,87 +163,7 @@ class Engine:
         Communication: entry: one all-gather per sharded unit. End: none.
         Memory: as a window; the gradients stay until they are reduced.
         """
-        return NoSync(self._open, self._close)
-
-    def _open(self, scope: Scope) -> None:
-        if not self._keeper.push(scope):
-            return
-        if isinstance(scope, GradWindow):
-            self._window_mark = self.ledger.mark()
-        self._unsharder.enter()
-        self._bind_all()
-
-    def _bind_all(self) -> None:
-        """Inside a scope everything is bound, and nobody watches unless a backward is armed."""
-        for unit in self._trainable:
-            unit.gradients.bind()
-        self._ready_hooks.detach()
-        self._watch_if_armed()
-
-    def _watch_if_armed(self) -> None:
-        if self._arming.expects:
-            self._ready_hooks.attach()
-
-    def _close(self, scope: Scope, error: BaseException | None) -> None:
-        self._backwards.settle()
-        if isinstance(scope, GradWindow):
-            reason = None if error is None else f"{type(error).__name__}: {error}"
-            scope.failure = scope.failure or reason or self._backwards.failure
-            scope.outcome = "kept"
-        if not self._keeper.pop(scope):
-            return
-        try:
-            self._unsharder.leave()
-            self._ready_hooks.attach()
-            if isinstance(scope, GradWindow):
-                self._end_window(scope, is_raising=error is not None)
-            elif scope.failure is not None:
-                self._backwards.fail(scope.failure)
-        except WindowAborted:
-            raise
-        except Exception:
-            if error is None:
-                raise
-            log.exception("while a window was abandoned after %r", error)
-
-    def _end_window(self, window: GradWindow, *, is_raising: bool) -> None:
-        self.last_window = window
-        held = sum(unit.gradients.full_bytes for unit in self._trainable)
-        window.bytes_held = held + sum(u.full_bytes for u in self._units if u.frees_parameters)
-        window.bytes_sent_per_backward = self._plan.bytes_per_backward(window.backwards)
-        agreement = self._flush(Place.WINDOW_EXIT, window.failure)
-        changes = self.ledger.since(self._window_mark)
-        window.collectives = {kind: total.count for kind, total in changes.items()}
-        window.bytes_sent = sum(total.bytes_out for total in changes.values())
-        window.exposed_ms = 1e3 * sum(total.waited_s for total in changes.values())
-        if not agreement.failures:
-            window.outcome = "flushed" if self._plan.home.shards_gradients else "kept"
-            return
-        window.outcome = "aborted"
-        self._abandon()
-        if not is_raising:
-            rank, reason = next(iter(agreement.failures.items()))
-            raise WindowAborted(rank, reason, window.backwards)
-
-    def _after_outermost_backward(self) -> None:
-        self._arming.end()
-        window = self._keeper.window
-        if window is not None:
-            window.backwards += 1
-            self._watch_if_armed()
-
-    def _next_is_last(self) -> bool:
-        """Whether the outermost backward that begins next is known to be the step's last."""
-        if self._keeper.outermost is None:
-            if self._plan.home.shards_gradients:
-                return False  # reduced as it goes
-            is_kth = self._accumulation.is_declared and self._accumulation.is_boundary
-            return self._accumulation.is_marked or is_kth
-        window = self._keeper.window
-        if window is None:
-            return False
-        is_nth = window.declared_backwards == window.backwards + 1
-        return is_nth or self._accumulation.is_marked
+        return NoSync(self._transaction.open, self._transaction.close)
 
     # -- reduction and step --------------------------------------------------------------------
 
@@ -285,7 +178,7 @@ class Engine:
             StateError: inside an open scope or a backward, or a backward has failed.
         Communication: one exchange, one reduction per pending unit, one exchange for the norm.
         """
-        self._refuse_inside("reduce_gradients()")
+        self._transaction.refuse_inside("reduce_gradients()")
         self._reduce(Place.REDUCE_GRADIENTS)
         self._masters.expose()
         if not torch.isfinite(torch.tensor(self._norm)):
@@ -313,7 +206,7 @@ class Engine:
                 "step(closure): the closure's backward would come after the reduction. Run the "
                 "backward first and call step() without arguments."
             )
-        self._refuse_inside("step()")
+        self._transaction.refuse_inside("step()")
         self._is_stepping = self._accumulation.is_boundary
         self.micro_steps += 1
         if not self._is_stepping:
@@ -331,120 +224,25 @@ class Engine:
         self._is_stepping = False
         publish(self._publish_order, self._collectives)
         self._masters.hide()
-        self._end_step()
+        self._transaction.end_step()
         self.global_steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
-    @property
-    def _publish_order(self) -> list[Unit]:
-        return [unit for unit in self._unsharder.gather_order if unit.spec.is_trainable]
-
     def _reduce(self, place: Place) -> None:
-        """Bring every gradient home, divided, and take the norm."""
-        self._backwards.settle()
-        agreement = self._flush(place, self._backwards.failure)
-        call = "step()" if place is Place.STEP else "reduce_gradients()"
-        if agreement.failures:
-            self._refuse_failed(call, agreement)
-        if self._is_aborted and not agreement.is_touched:
-            raise StateError(
-                f"{call} after an aborted window: its gradients were dropped and no backward has "
-                "run since, on any rank. Run the step's backwards again first."
-            )
-        self._is_aborted = False
-        for unit in self._trainable:
-            unit.gradients.divide(self._accumulation.divisor)
-        self._norm = global_norm(self._trainable, self._world.control)
-
-    def _flush(self, place: Place, failure: str | None) -> Agreement:
-        """The exchange, then every pending unit's reduction, where this place reduces."""
-        try:
-            for unit in self._trainable:
-                unit.gradients.collect()
-            if place is not Place.WINDOW_EXIT:
-                for unit in self._units:
-                    unit.check_storage()
-        except StateError as error:
-            failure = failure or str(error)
-        agreement = exchange(
-            self._trainable, self._reducer, self._world.control, place, failure
-        )
-        reduces = place is not Place.WINDOW_EXIT or self._plan.home.shards_gradients
-        if reduces and not agreement.failures:
-            self._reducer.finish_all()
-            self._reducer.reduce(agreement.pending)
-            for unit in self._trainable:
-                unit.gradients.release()
-            self._arming.reset()
-        return agreement
-
-    def _refuse_failed(self, call: str, agreement: Agreement) -> NoReturn:
-        rank, reason = next(iter(agreement.failures.items()))
-        raise StateError(
-            f"{call}: rank {rank} cannot step ({reason}), so no rank does. If a backward raised, "
-            "its gradients are partial sums: call zero_grad() on every rank and run the step again."
-        )
-
-    def _refuse_inside(self, call: str) -> None:
-        scope = self._keeper.outermost
-        if scope is not None:
-            pending = sum(unit.gradients.collect() for unit in self._trainable)
-            raise StateError(
-                f"{call} inside {scope.call}: gradients of {pending} units are still pending on "
-                f"rank {self._world.rank}. Leave the with-block first."
-            )
-        if self._backwards.is_running:
-            raise StateError(f"{call} inside a backward. Call it after the backward has returned.")
         if self._num_full:
-            raise StateError(f"{call} inside full_parameters(). Leave the with-block first.")
+            raise StateError(f"{place.call} inside full_parameters(). Leave the with-block first.")
+        self._transaction.reduce(place)
+        self._norm = global_norm(self._trainable, self._world.control)
 
     # -- dropping ------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Drop every gradient since the last step, pending or reduced. Once something was reduced
-        it must be called on every rank.
+        """Drop every gradient since the last step, pending or reduced.
+
+        Once something was reduced it must be called on every rank.
         """
         self.optimizer.zero_grad()
-
-    def _drop(self) -> None:
-        self._backwards.settle()
-        window = self._keeper.window
-        if window is not None:  # a doomed window stays doomed
-            window.failure = window.failure or self._backwards.failure
-        self._backwards.forgive()
-        self._reducer.void_in_flight()
-        for unit in self._trainable:
-            unit.gradients.drop()
-        self._accumulation.reset()
-        self._arming.reset()
-        self._drop_untrained()
-        if self._keeper.keeps():
-            self._bind_all()
-
-    def _abandon(self) -> None:
-        """Drop everything since the last step, on every rank, and forget why."""
-        self._reducer.void_in_flight()
-        self._reducer.finish_all()
-        self._reducer.start_afresh()
-        self._backwards.forgive()
-        self._end_step()
-        self._is_aborted = True
-
-    def _end_step(self) -> None:
-        for unit in self._trainable:
-            unit.gradients.end_step()
-        self._drop_untrained()
-        self._accumulation.reset()
-        self._arming.reset()
-        self._arena.trim()
-
-    def _drop_untrained(self) -> None:
-        """A parameter in no param group may still require gradients; nobody will read them."""
-        for unit in self._units:
-            if not unit.spec.is_trainable:
-                for param in unit.params:
-                    param.grad = None
 
     # -- accumulation boundary -----------------------------------------------------------------
 
@@ -455,8 +253,8 @@ class Engine:
         behind it.
         """
         self._accumulation.set_boundary(is_boundary)
-        if self._keeper.window is not None:
-            self._watch_if_armed()
+        if self._transaction.keeper.window is not None:
+            self._transaction.watch_if_armed()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step()`` steps."""
@@ -465,9 +263,7 @@ class Engine:
     # -- reading -------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the averaged gradient before clipping, as of the last reduction for a step;
-        None before the first.
-        """
+        """The 2-norm of the averaged gradient before clipping; None before the first step."""
         return self._norm
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
@@ -475,18 +271,25 @@ class Engine:
 
         Args:
             param: a trainable parameter of the module.
+
         Returns:
             A copy, in the accumulation dtype; None if no rank has touched the parameter since the
             last step.
+
         Raises:
             ValueError: ``param`` is not a trainable parameter.
             StateError: gradients of its unit are still pending on some rank.
         Communication: one exchange and, over a shard axis, one all-gather of the unit's gradient.
         """
-        if self._plan.home.shards_gradients and not self._keeper.keeps():
-            self._reducer.finish_all()  # reduced as they went, and on their way
-        divisor = self._accumulation.divisor
-        return full_grad(param, self._trainable, self._reducer, self._world.control, divisor)
+        if self.plan.home.shards_gradients and not self._transaction.keeper.keeps():
+            self._transaction.reducer.finish_all()  # reduced as they went, and on their way
+        return full_grad(
+            param,
+            self._trainable,
+            self._transaction.reducer,
+            self._world.control,
+            self._accumulation.divisor,
+        )
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -518,7 +321,7 @@ class Engine:
         The parameters stay where they are: sharded ones stay freed.
         """
         self._module_hooks.detach()
-        self._ready_hooks.detach()
+        self._transaction.detach()
         for handle in self._optimizer_hooks:
             handle.remove()
         master.release(self.optimizer)

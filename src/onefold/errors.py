@@ -12,7 +12,7 @@ class RankMismatchError(RuntimeError):
 class WindowAborted(RuntimeError):
     """A window was abandoned on every rank because its body failed on one of them.
 
-    Everything accumulated since the last step is gone on all ranks, so the next window starts clean.
+    Everything accumulated since the last step is gone on all ranks; the next window starts clean.
 
     Attributes:
         rank: the rank (in the engine's data-parallel group) whose body failed first.
@@ -25,7 +25,7 @@ class WindowAborted(RuntimeError):
         self.reason = reason
         self.dropped_backwards = dropped_backwards
         super().__init__(
-            f"coalesce_grad_reduction(): the body failed on rank {rank} ({reason}), so the gradients "
-            f"of {dropped_backwards} backward(s) on this rank were dropped, as on every rank. "
-            "Run the step's backwards again in a new window before calling step()."
+            f"coalesce_grad_reduction(): the body failed on rank {rank} ({reason}), so the "
+            f"gradients of {dropped_backwards} backward(s) on this rank were dropped, as on every "
+            "rank. Run the step's backwards again in a new window before calling step()."
         )

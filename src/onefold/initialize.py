@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from onefold.config import Config
-from onefold.engine import Engine, Parts
+from onefold.engine import Engine
 from onefold.errors import RankMismatchError
 from onefold.optim.entries import build_optimizer, build_scheduler
 from onefold.optim.master import check_optimizer
 from onefold.param.materialise import check_meta, place_units
+from onefold.parts import Parts
 from onefold.plan import Plan, build_plan
 from onefold.unit import Unit
 from onefold.wire.buffer import Arena
@@ -42,7 +43,19 @@ class Initialized(NamedTuple):
     lr_scheduler: LRScheduler | None
 
 
+class _Request(NamedTuple):
+    """What the user passed."""
+
+    model: nn.Module
+    optimizer: Optimizer | OptimizerFactory | None
+    model_parameters: ParamsOrGroups | None
+    lr_scheduler: LRScheduler | SchedulerFactory | None
+    training_data: "Dataset[Any] | None"
+
+
 class _Prepared(NamedTuple):
+    """What one rank made of it."""
+
     config: Config
     optimizer: Optimizer
     plan: Plan
@@ -50,7 +63,7 @@ class _Prepared(NamedTuple):
     dataloader: "DataLoader[Any] | None"
 
 
-def initialize(
+def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     *,
     model: nn.Module,
     optimizer: Optimizer | OptimizerFactory | None = None,
@@ -76,8 +89,10 @@ def initialize(
             the engine steps it after every real step. None for the config's entry, if any.
         training_data: a dataset; returned as a loader of this rank's micro batches.
         mesh: one axis of ranks; default all ranks.
+
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``.
+
     Raises:
         ValueError: a setting, the model, or the optimizer cannot be used.
         RankMismatchError: ranks were given different things, or another rank failed.
@@ -85,6 +100,7 @@ def initialize(
     Memory: where parameters are Shard, one unit above the 1/W that stays.
     Source: the signature is that of DeepSpeed's ``initialize``.
     """
+    request = _Request(model, optimizer, model_parameters, lr_scheduler, training_data)
     device = _device_of(model)
     loaded, error = _load(config)
     timeout_s = loaded.timeout_s
@@ -93,15 +109,8 @@ def initialize(
         prepared: _Prepared | None = None
         if error is None:
             try:
-                prepared = _prepare(
-                    model,
-                    loaded.resolve_batch(world.size),
-                    optimizer,
-                    model_parameters,
-                    lr_scheduler,
-                    training_data,
-                    world,
-                )
+                resolved = loaded.resolve_batch(world.size)
+                prepared = _prepare(request, resolved, world)
             except Exception as found:
                 error = found
         _agree(world.control, prepared, error)
@@ -139,38 +148,27 @@ def _load(config: object) -> tuple[Config, Exception | None]:
         return Config(), error
 
 
-def _prepare(  # noqa: PLR0913
-    model: nn.Module,
-    config: Config,
-    optimizer: Optimizer | OptimizerFactory | None,
-    model_parameters: ParamsOrGroups | None,
-    lr_scheduler: LRScheduler | SchedulerFactory | None,
-    training_data: "Dataset[Any] | None",
-    world: World,
-) -> _Prepared:
+def _prepare(request: _Request, config: Config, world: World) -> _Prepared:
     """Everything that needs no other rank."""
+    model = request.model
     names = {id(param): name for name, param in model.named_parameters()}
     check_meta(model)
-    made = _make_optimizer(model, config, optimizer, model_parameters)
-    check_optimizer(made, names)
-    trainable = [param for group in made.param_groups for param in group["params"]]
+    optimizer = _make_optimizer(request, config)
+    check_optimizer(optimizer, names)
+    trainable = [param for group in optimizer.param_groups for param in group["params"]]
     plan = build_plan(model, config, trainable, world_size=world.size)
-    scheduler = _make_scheduler(config, lr_scheduler, made)
-    loader = None if training_data is None else _make_loader(config, training_data, world)
-    return _Prepared(config, made, plan, scheduler, loader)
+    scheduler = _make_scheduler(config, request.lr_scheduler, optimizer)
+    data = request.training_data
+    loader = None if data is None else _make_loader(config, data, world)
+    return _Prepared(config, optimizer, plan, scheduler, loader)
 
 
-def _make_optimizer(
-    model: nn.Module,
-    config: Config,
-    optimizer: Optimizer | OptimizerFactory | None,
-    model_parameters: ParamsOrGroups | None,
-) -> Optimizer:
+def _make_optimizer(request: _Request, config: Config) -> Optimizer:
+    optimizer, params = request.optimizer, request.model_parameters
     if isinstance(optimizer, Optimizer):
         return optimizer
-    params = model_parameters
     if params is None:
-        params = [param for param in model.parameters() if param.requires_grad]
+        params = [param for param in request.model.parameters() if param.requires_grad]
     if optimizer is not None:
         made = optimizer(params)
         if not isinstance(made, Optimizer):
@@ -192,9 +190,7 @@ def _make_scheduler(
 ) -> LRScheduler | None:
     if lr_scheduler is None:
         return build_scheduler(config.scheduler, optimizer) if config.scheduler else None
-    scheduler = (
-        lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
-    )
+    scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else lr_scheduler(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
             "initialize(lr_scheduler=): this scheduler belongs to another optimizer. Build it from "
@@ -228,7 +224,9 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
         if theirs is not None:
             raise RankMismatchError(f"initialize(): rank {rank} cannot start: {theirs}")
     for rank, (_, theirs) in enumerate(rows):
-        for what, mine, first in zip(("config", "model or param groups"), theirs, rows[0][1]):
+        for what, mine, first in zip(
+            ("config", "model or param groups"), theirs, rows[0][1], strict=True
+        ):
             if mine != first:
                 assert prepared is not None
                 differences = control.gather(_described(prepared))

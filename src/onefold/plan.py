@@ -98,6 +98,7 @@ def build_plan(
         config: which home placements, bucket size and block classes.
         trainable: the parameters that stand in the optimizer's param groups.
         world_size: number of data-parallel ranks.
+
     Raises:
         ValueError: a parameter cannot be planned for (sparse gradients, dtype); names them all.
     """
@@ -163,7 +164,7 @@ def _untrained_note(members: Iterable[_Member]) -> str:
     names = [m.slot.name for m in members if not m.is_trainable and m.slot.param.requires_grad]
     if not names:
         return ""
-    shown = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")  # noqa: PLR2004
+    shown = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
     return (
         f"{len(names)} parameter(s) require gradients but stand in no param group; they are "
         f"treated as frozen: {shown}"
@@ -219,9 +220,9 @@ def _by_repeated_block(
     outside = {id(child) for _, block in repeated for child in block.modules()}
     for child in module.modules():
         if id(child) not in outside:
-            for param in child._parameters.values():
-                if param is not None and id(param) in inside:
-                    homes[id(param)].add(-1)  # tied across the border: the root's
+            for tied in child._parameters.values():
+                if tied is not None and id(tied) in inside:
+                    homes[id(tied)].add(-1)  # tied across the border: the root's
     for position in reversed(range(len(repeated))):
         name, block = repeated[position]
         own = [m for key, m in members.items() if homes.get(key) == {position}]
@@ -285,9 +286,7 @@ def _units_of(
             device = _home_device(device)
             indices.append(len(units))
             units.append(
-                UnitSpec(
-                    len(units), name, tuple(slots), layout, dtype, device, is_trainable, home
-                )
+                UnitSpec(len(units), name, tuple(slots), layout, dtype, device, is_trainable, home)
             )
         blocks.append(Block(block_name, tuple(indices), modules))
     return tuple(blocks), tuple(units)

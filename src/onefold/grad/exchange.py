@@ -22,12 +22,10 @@ class Place(IntEnum):
     STEP = 2
     REDUCE_GRADIENTS = 3
 
-
-_NAMES = {
-    Place.WINDOW_EXIT: "the exit of coalesce_grad_reduction()",
-    Place.STEP: "step()",
-    Place.REDUCE_GRADIENTS: "reduce_gradients()",
-}
+    @property
+    def call(self) -> str:
+        """The call as the user wrote it."""
+        return ("the exit of coalesce_grad_reduction()", "step()", "reduce_gradients()")[self - 1]
 
 
 class Agreement(NamedTuple):
@@ -52,6 +50,7 @@ def exchange(
         control: the control group.
         place: where this rank stands.
         failure: why this rank failed; None if it did not.
+
     Raises:
         RankMismatchError: ranks stand at different places, launched different reductions outside a
             window, or dropped reduced gradients on some ranks only. Raised on every rank.
@@ -61,12 +60,10 @@ def exchange(
     head = [place, -place, len(reducer.log), -len(reducer.log), clears, -clears]
     pending = [int(unit.gradients.is_pending) for unit in units]
     touched = [int(flag) for unit in units for flag in unit.gradients.touched]
-    largest = control.largest(
-        [*head, reducer.voided, int(failure is not None), *pending, *touched]
-    )
+    largest = control.largest([*head, reducer.voided, int(failure is not None), *pending, *touched])
     last, first, longest, shortest, most, least, voided, failed, *flags = largest
     if last != -first:
-        places = {rank: _NAMES[Place(at)] for rank, at in enumerate(control.gather(int(place)))}
+        places = {rank: Place(at).call for rank, at in enumerate(control.gather(int(place)))}
         raise RankMismatchError(
             f"ranks came to an exchange at different places: {places}. Every rank must open and "
             "close the same windows and call step() equally often."

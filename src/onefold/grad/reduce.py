@@ -106,6 +106,7 @@ class Reducer:
         Args:
             logs: every rank's log since the last exchange.
             voided: the longest voided part of any log.
+
         Raises:
             RankMismatchError: the logs are not beginnings of one another.
         """

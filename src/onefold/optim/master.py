@@ -74,6 +74,7 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
     Args:
         optimizer: the user's.
         names: the model's parameters, by ``id``.
+
     Raises:
         ValueError: it has state already, or holds a tensor that is no parameter of the model.
     """

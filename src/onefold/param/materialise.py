@@ -1,8 +1,8 @@
 """Materialise: give a model that was built under ``torch.device("meta")`` its first weights.
 
-Rank 0 initialises module after module with its own random numbers, in ``modules()`` order, and sends
-a unit to its home as soon as all its modules are done; so no rank ever holds more than the root
-block and one other.
+Rank 0 initialises module after module with its own random numbers, in ``modules()`` order, and
+sends a unit to its home as soon as all its modules are done; so no rank ever holds more than the
+root block and one other.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,9 +72,7 @@ def place_units(module: nn.Module, units: Sequence[Unit], *, is_source: bool) ->
                 unit.settle_home()
 
 
-def _materialise(
-    child: nn.Module, fresh: Sequence[nn.Parameter], unit_of: dict[int, Unit]
-) -> None:
+def _materialise(child: nn.Module, fresh: Sequence[nn.Parameter], unit_of: dict[int, Unit]) -> None:
     """Give meta parameters and buffers of one module memory; parameters keep their identity."""
     for param in fresh:
         unit = unit_of[id(param)]

@@ -29,9 +29,7 @@ class Unsharder:
         self._backward_holds: dict[int, set[int]] = {}
         self.is_resident = False
         # Registration order: what forward uses first comes first.
-        self.gather_order = [
-            unit for block in reversed(self._block_units) for unit in block
-        ]
+        self.gather_order = [unit for block in reversed(self._block_units) for unit in block]
         if blocks and blocks[-1].name == "root":
             self._first_units = self._block_units[-1]
         else:

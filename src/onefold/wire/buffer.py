@@ -83,7 +83,7 @@ class Arena:
 
 
 def _huge_pages(num_bytes: int) -> Tensor:
-    """Fresh anonymous memory, which reads as zeros, aligned to huge pages; ``[num_bytes]`` uint8."""
+    """Fresh anonymous memory that reads as zeros, on huge pages; ``[num_bytes]`` uint8."""
     # The tensor keeps the mapping alive and unmaps it when it dies.
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.wire.ledger import Entry, Ledger
-from onefold.wire.mesh import Group, Mesh
+from onefold.wire.mesh import Mesh
 from onefold.wire.transports import Work
 
 _TAGS_PER_UNIT: Final = 3  # one per collective, so that a gather never meets a reduction

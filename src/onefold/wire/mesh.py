@@ -17,11 +17,14 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.wire.buffer import Arena
 from onefold.wire.control import Control
 from onefold.wire.transports import DirectTransport, NativeTransport, Transport
+
+__all__ = ["DeviceMesh", "Group", "Mesh", "World", "build_mesh", "join_world", "leave_world"]
 
 MAX_DIRECT_RANKS: Final = 64
 """Above this many ranks the pairwise transport opens too many connections."""
@@ -105,6 +108,7 @@ def build_mesh(
     if world.size == 1:
         return Mesh(alone, alone, None)
     process_group = _new_group(world.ranks, timeout_s, backend=None)
+    assert process_group is not None
     make = _choose(transport, arena.device, world.size)
     everyone = Group(world.rank, world.size, make(process_group, arena))
     return Mesh(
@@ -134,7 +138,7 @@ def _make_default_group(device: torch.device, timeout_s: float) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()
+        store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 

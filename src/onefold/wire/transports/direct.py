@@ -102,7 +102,7 @@ class _RankOrderedSum:
             work.wait()
         first, second, *rest = self._by_rank
         # Sums run in the first received slice where ``out`` may be a later term of the sum itself.
-        total = self._out if self._transport.rank < 2 else first  # noqa: PLR2004
+        total = self._out if self._transport.rank < 2 else first
         torch.add(first, second, out=total)
         for term in rest:
             total.add_(term)

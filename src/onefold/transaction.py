@@ -1,0 +1,253 @@
+"""Transaction: everything between two steps, kept or dropped as a whole.
+
+It opens and closes scopes, flushes, and drops; the engine asks it, and it orders the stations of
+``grad`` and ``param``, which do not know one another.
+
+At the exit of the outermost window every rank comes to one exchange, at every stage: that is how
+the ranks whose body went well learn of one that failed. Only then are reductions added, where
+gradients are Shard; where they are Partial they wait for ``step()``.
+"""
+
+import logging
+from typing import NoReturn
+
+from onefold.backward import Backwards
+from onefold.errors import StateError, WindowAborted
+from onefold.grad.arming import Arming
+from onefold.grad.exchange import Agreement, Place, exchange
+from onefold.grad.hooks import ReadyHooks
+from onefold.grad.reduce import Reducer
+from onefold.grad.window import GradWindow, Keeper, Scope
+from onefold.optim.accumulation import Accumulation
+from onefold.param.unshard import Unsharder
+from onefold.parts import Parts
+from onefold.wire.ledger import Total
+
+log = logging.getLogger(__name__)
+
+
+class Transaction:
+    """The gradients of one engine between two steps.
+
+    Attributes:
+        keeper: the open scopes.
+        reducer: the reductions on the wire.
+        last_window: the last outermost window that ended.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        backwards: Backwards,
+        accumulation: Accumulation,
+        unsharder: Unsharder,
+    ) -> None:
+        self.keeper = Keeper()
+        self.last_window: GradWindow | None = None
+        self._plan = parts.plan
+        self._home = parts.plan.home
+        self._units = parts.units
+        self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
+        self._ledger = parts.collectives.ledger
+        self._control = parts.world.control
+        self._backwards = backwards
+        self._accumulation = accumulation
+        self._unsharder = unsharder
+        self._arena = parts.arena
+        self._mark: dict[str, Total] = {}
+        self._is_aborted = False
+        self.reducer = Reducer(parts.units, parts.collectives, parts.arena)
+        self._arming = Arming(self._trainable, self.reducer, self._next_is_last)
+        self._hooks = ReadyHooks(
+            self._trainable, backwards, self.keeper, self.reducer, self._arming
+        )
+        self._hooks.attach()
+        backwards.on_outermost_end.append(self._after_outermost_backward)
+
+    def detach(self) -> None:
+        """Take the hooks off the user's parameters."""
+        self._hooks.detach()
+
+    # -- scopes --------------------------------------------------------------------------------
+
+    def open(self, scope: Scope) -> None:
+        """Open a scope; the outermost makes parameters resident and binds gradients."""
+        if not self.keeper.push(scope):
+            return
+        if isinstance(scope, GradWindow):
+            self._mark = self._ledger.mark()
+        self._unsharder.enter()
+        self._bind_all()
+
+    def _bind_all(self) -> None:
+        """Inside a scope everything is bound, and nobody watches unless a backward is armed."""
+        for unit in self._trainable:
+            unit.gradients.bind()
+        self._hooks.detach()
+        self.watch_if_armed()
+
+    def watch_if_armed(self) -> None:
+        """Attach the hooks if the next backward will be armed."""
+        if self._arming.expects:
+            self._hooks.attach()
+
+    def close(self, scope: Scope, error: BaseException | None) -> None:
+        """Close a scope whose body ended, with ``error`` if it raised; see ``GradWindow``."""
+        self._backwards.settle()
+        if isinstance(scope, GradWindow):
+            reason = None if error is None else f"{type(error).__name__}: {error}"
+            scope.failure = scope.failure or reason or self._backwards.failure
+            scope.outcome = "kept"
+        if not self.keeper.pop(scope):
+            return
+        try:
+            self._unsharder.leave()
+            self._hooks.attach()
+            if isinstance(scope, GradWindow):
+                self._end_window(scope, is_raising=error is not None)
+            elif scope.failure is not None:
+                self._backwards.fail(scope.failure)
+        except WindowAborted:
+            raise
+        except Exception:
+            if error is None:
+                raise
+            log.exception("while a window was abandoned after %r", error)
+
+    def _end_window(self, window: GradWindow, *, is_raising: bool) -> None:
+        self.last_window = window
+        held = sum(unit.gradients.full_bytes for unit in self._trainable)
+        window.bytes_held = held + sum(u.full_bytes for u in self._units if u.frees_parameters)
+        window.bytes_sent_per_backward = self._plan.bytes_per_backward(window.backwards)
+        agreement = self._flush(Place.WINDOW_EXIT, window.failure)
+        changes = self._ledger.since(self._mark)
+        window.collectives = {kind: total.count for kind, total in changes.items()}
+        window.bytes_sent = sum(total.bytes_out for total in changes.values())
+        window.exposed_ms = 1e3 * sum(total.waited_s for total in changes.values())
+        if not agreement.failures:
+            window.outcome = "flushed" if self._home.shards_gradients else "kept"
+            return
+        window.outcome = "aborted"
+        self._abandon()
+        if not is_raising:
+            rank, reason = next(iter(agreement.failures.items()))
+            raise WindowAborted(rank, reason, window.backwards)
+
+    def _after_outermost_backward(self) -> None:
+        self._arming.end()
+        window = self.keeper.window
+        if window is not None:
+            window.backwards += 1
+            self.watch_if_armed()
+
+    def _next_is_last(self) -> bool:
+        """Whether the outermost backward that begins next is known to be the step's last."""
+        if self.keeper.outermost is None:
+            if self._home.shards_gradients:
+                return False  # reduced as it goes
+            is_kth = self._accumulation.is_declared and self._accumulation.is_boundary
+            return self._accumulation.is_marked or is_kth
+        window = self.keeper.window
+        if window is None:
+            return False
+        is_nth = window.declared_backwards == window.backwards + 1
+        return is_nth or self._accumulation.is_marked
+
+    # -- flush ---------------------------------------------------------------------------------
+
+    def reduce(self, place: Place) -> None:
+        """Bring every gradient home, divided."""
+        self._backwards.settle()
+        agreement = self._flush(place, self._backwards.failure)
+        if agreement.failures:
+            self._refuse_failed(place.call, agreement)
+        if self._is_aborted and not agreement.is_touched:
+            raise StateError(
+                f"{place.call} after an aborted window: its gradients were dropped and no backward "
+                "has run since, on any rank. Run the step's backwards again first."
+            )
+        self._is_aborted = False
+        for unit in self._trainable:
+            unit.gradients.divide(self._accumulation.divisor)
+
+    def _flush(self, place: Place, failure: str | None) -> Agreement:
+        """The exchange, then every pending unit's reduction, where this place reduces."""
+        try:
+            for unit in self._trainable:
+                unit.gradients.collect()
+            if place is not Place.WINDOW_EXIT:
+                for unit in self._units:
+                    unit.check_storage()
+        except StateError as error:
+            failure = failure or str(error)
+        agreement = exchange(self._trainable, self.reducer, self._control, place, failure)
+        reduces = place is not Place.WINDOW_EXIT or self._home.shards_gradients
+        if reduces and not agreement.failures:
+            self.reducer.finish_all()
+            self.reducer.reduce(agreement.pending)
+            for unit in self._trainable:
+                unit.gradients.release()
+            self._arming.reset()
+        return agreement
+
+    def _refuse_failed(self, call: str, agreement: Agreement) -> NoReturn:
+        rank, reason = next(iter(agreement.failures.items()))
+        raise StateError(
+            f"{call}: rank {rank} cannot step ({reason}), so no rank does. If a backward raised, "
+            "its gradients are partial sums: call zero_grad() on every rank and run the step again."
+        )
+
+    def refuse_inside(self, call: str) -> None:
+        """Raise StateError inside a scope or a backward."""
+        scope = self.keeper.outermost
+        if scope is not None:
+            pending = sum(unit.gradients.collect() for unit in self._trainable)
+            raise StateError(
+                f"{call} inside {scope.call}: gradients of {pending} units are still pending on "
+                f"rank {self._control.rank}. Leave the with-block first."
+            )
+        if self._backwards.is_running:
+            raise StateError(f"{call} inside a backward. Call it after the backward has returned.")
+
+    # -- dropping ------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Forget everything since the last step on this rank; an open window stays doomed."""
+        self._backwards.settle()
+        window = self.keeper.window
+        if window is not None:  # a doomed window stays doomed
+            window.failure = window.failure or self._backwards.failure
+        self._backwards.forgive()
+        self.reducer.void_in_flight()
+        for unit in self._trainable:
+            unit.gradients.drop()
+        self._accumulation.reset()
+        self._arming.reset()
+        self._drop_untrained()
+        if self.keeper.keeps():
+            self._bind_all()
+
+    def _abandon(self) -> None:
+        """Drop everything since the last step, on every rank, and forget why."""
+        self.reducer.void_in_flight()
+        self.reducer.finish_all()
+        self.reducer.start_afresh()
+        self._backwards.forgive()
+        self.end_step()
+        self._is_aborted = True
+
+    def end_step(self) -> None:
+        """The step has consumed the gradients, or all ranks dropped them."""
+        for unit in self._trainable:
+            unit.gradients.end_step()
+        self._drop_untrained()
+        self._accumulation.reset()
+        self._arming.reset()
+        self._arena.trim()
+
+    def _drop_untrained(self) -> None:
+        """A parameter in no param group may still require gradients; nobody will read them."""
+        for unit in self._units:
+            if not unit.spec.is_trainable:
+                for param in unit.params:
+                    param.grad = None
