@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
+from onefold.errors import describe
+
 NOT_RUNNING = -1
 
 
@@ -73,11 +75,11 @@ class Backwards:
         self.settle()
         is_outermost = not self.is_running
         self._depth += 1
-        hook = loss.register_hook(lambda _grad: self._note())
+        hook = loss.register_hook(self._note)
         try:
             yield
         except BaseException as error:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(describe(error))
             raise
         finally:
             hook.remove()
@@ -102,7 +104,7 @@ class Backwards:
         self.settle()
         self.failure = None
 
-    def _note(self) -> None:
+    def _note(self, _grad: Tensor) -> None:
         self.observe()
 
     def _end(self, task: int) -> None:

@@ -225,6 +225,7 @@ class Engine:
         publish(self._publish_order, self._collectives)
         self._masters.hide()
         self._transaction.end_step()
+        self._accumulation.end_step()
         self.global_steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()

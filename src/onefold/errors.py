@@ -1,6 +1,11 @@
 """The exceptions onefold raises on purpose; bad arguments and settings are plain ``ValueError``."""
 
 
+def describe(error: BaseException) -> str:
+    """Type and text of an error, as it is told to other ranks."""
+    return f"{type(error).__name__}: {error}"
+
+
 class StateError(RuntimeError):
     """A call came in a state that does not allow it (for example ``step()`` inside a window)."""
 

@@ -247,13 +247,17 @@ class Gradients:
         if self.grad_shard is not None:
             self._arena.give_back(self.grad_shard)
             self.grad_shard = None
-            self.clears = [count + 1 for count in self.clears]
+            self.note_dropped()
         for index in range(len(self._slots)):
             self._reset_placeholder(index)
         self._unbind()
         self._divided_by = 1.0
         self.touched = [False] * len(self._slots)
         self.touched_anywhere = [False] * len(self._slots)
+
+    def note_dropped(self) -> None:
+        """Something reduced is dropped on this rank; the exchange sees whether on all."""
+        self.clears = [count + 1 for count in self.clears]
 
     def end_step(self) -> None:
         """The step has consumed the gradients, on every rank alike."""

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from onefold.config import Config
 from onefold.engine import Engine
-from onefold.errors import RankMismatchError
+from onefold.errors import RankMismatchError, describe
 from onefold.optim.entries import build_optimizer, build_scheduler
 from onefold.optim.master import check_optimizer
 from onefold.param.materialise import check_meta, place_units
@@ -103,29 +103,24 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     request = _Request(model, optimizer, model_parameters, lr_scheduler, training_data)
     device = _device_of(model)
     loaded, error = _load(config)
-    timeout_s = loaded.timeout_s
-    world = join_world(mesh, device, timeout_s)
+    world = join_world(mesh, device, loaded.timeout_s)
     try:
-        prepared: _Prepared | None = None
-        if error is None:
-            try:
-                resolved = loaded.resolve_batch(world.size)
-                prepared = _prepare(request, resolved, world)
-            except Exception as found:
-                error = found
-        _agree(world.control, prepared, error)
-        assert prepared is not None
-        arena = Arena(device)
-        wire = build_mesh(
-            world,
-            arena,
-            shards=prepared.plan.home.shards_optimizer,
-            transport=prepared.config.transport,
-            timeout_s=timeout_s,
-        )
+        prepared = _prepare_together(request, loaded, error, world)
+        return _assemble(model, prepared, world, Arena(device))
     except BaseException:
         leave_world(world)
         raise
+
+
+def _assemble(model: nn.Module, prepared: _Prepared, world: World, arena: Arena) -> Initialized:
+    """Make the groups and buffers, send rank 0's values home, and start the engine."""
+    wire = build_mesh(
+        world,
+        arena,
+        shards=prepared.plan.home.shards_optimizer,
+        transport=prepared.config.transport,
+        timeout_s=prepared.config.timeout_s,
+    )
     collectives = Collectives(wire, Ledger())
     units = tuple(Unit(spec, collectives, arena) for spec in prepared.plan.units)
     place_units(model, units, is_source=world.rank == 0)
@@ -138,6 +133,21 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     )
     engine = Engine(parts, prepared.lr_scheduler)
     return Initialized(engine, prepared.optimizer, prepared.dataloader, prepared.lr_scheduler)
+
+
+def _prepare_together(
+    request: _Request, config: Config, error: Exception | None, world: World
+) -> _Prepared:
+    """Prepare on every rank, and return only if every rank may go on."""
+    prepared: _Prepared | None = None
+    if error is None:
+        try:
+            prepared = _prepare(request, config.resolve_batch(world.size), world)
+        except Exception as found:
+            error = found
+    _agree(world.control, prepared, error)
+    assert prepared is not None
+    return prepared
 
 
 def _load(config: object) -> tuple[Config, Exception | None]:
@@ -213,7 +223,7 @@ def _make_loader(config: Config, data: "Dataset[Any]", world: World) -> "DataLoa
 
 def _agree(control: Control, prepared: _Prepared | None, error: Exception | None) -> None:
     """Exchange errors and fingerprints; return only if every rank may go on."""
-    reason = None if error is None else f"{type(error).__name__}: {error}"
+    reason = None if error is None else describe(error)
     prints = None
     if prepared is not None:
         prints = (prepared.config.fingerprint(), prepared.plan.fingerprint())
@@ -223,10 +233,9 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
     for rank, (theirs, _) in enumerate(rows):
         if theirs is not None:
             raise RankMismatchError(f"initialize(): rank {rank} cannot start: {theirs}")
+    kinds = ("config", "model or param groups")
     for rank, (_, theirs) in enumerate(rows):
-        for what, mine, first in zip(
-            ("config", "model or param groups"), theirs, rows[0][1], strict=True
-        ):
+        for what, mine, first in zip(kinds, theirs, rows[0][1], strict=True):
             if mine != first:
                 assert prepared is not None
                 differences = control.gather(_described(prepared))

@@ -12,12 +12,12 @@ import logging
 from typing import NoReturn
 
 from onefold.backward import Backwards
-from onefold.errors import StateError, WindowAborted
+from onefold.errors import StateError, WindowAborted, describe
 from onefold.grad.arming import Arming
 from onefold.grad.exchange import Agreement, Place, exchange
 from onefold.grad.hooks import ReadyHooks
 from onefold.grad.reduce import Reducer
-from onefold.grad.window import GradWindow, Keeper, Scope
+from onefold.grad.window import GradWindow, Keeper, NoSync, Scope
 from onefold.optim.accumulation import Accumulation
 from onefold.param.unshard import Unsharder
 from onefold.parts import Parts
@@ -48,6 +48,7 @@ class Transaction:
         self._home = parts.plan.home
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
+        self._collectives = parts.collectives
         self._ledger = parts.collectives.ledger
         self._control = parts.world.control
         self._backwards = backwards
@@ -95,43 +96,60 @@ class Transaction:
         """Close a scope whose body ended, with ``error`` if it raised; see ``GradWindow``."""
         self._backwards.settle()
         if isinstance(scope, GradWindow):
-            reason = None if error is None else f"{type(error).__name__}: {error}"
+            reason = None if error is None else describe(error)
             scope.failure = scope.failure or reason or self._backwards.failure
             scope.outcome = "kept"
         if not self.keeper.pop(scope):
             return
+        lost = self._leave()
+        if lost is not None:
+            scope.failure = scope.failure or describe(lost)
+        self._hooks.attach()
+        if isinstance(scope, NoSync):
+            if scope.failure is not None:
+                self._backwards.fail(scope.failure)
+        else:
+            self._end_window(scope, error or lost)
+        if lost is not None and error is None:
+            raise lost
+
+    def _leave(self) -> RuntimeError | None:
+        """End the residency; a gather that never arrived must not keep us from the exchange."""
         try:
             self._unsharder.leave()
-            self._hooks.attach()
-            if isinstance(scope, GradWindow):
-                self._end_window(scope, is_raising=error is not None)
-            elif scope.failure is not None:
-                self._backwards.fail(scope.failure)
-        except WindowAborted:
-            raise
+        except RuntimeError as error:
+            return error
+        return None
+
+    def _end_window(self, window: Scope, error: BaseException | None) -> None:
+        """Flush or abandon; an ``error`` that is on its way up is not replaced by another."""
+        assert isinstance(window, GradWindow)
+        self.last_window = window
+        try:
+            agreement = self._flush(Place.WINDOW_EXIT, window.failure)
+            self._report(window)
+            if not agreement.failures:
+                window.outcome = "flushed" if self._home.shards_gradients else "kept"
+                return
+            window.outcome = "aborted"
+            self._abandon()
         except Exception:
             if error is None:
                 raise
             log.exception("while a window was abandoned after %r", error)
+            return
+        if error is None:
+            rank, reason = next(iter(agreement.failures.items()))
+            raise WindowAborted(rank, reason, window.backwards)
 
-    def _end_window(self, window: GradWindow, *, is_raising: bool) -> None:
-        self.last_window = window
+    def _report(self, window: GradWindow) -> None:
         held = sum(unit.gradients.full_bytes for unit in self._trainable)
         window.bytes_held = held + sum(u.full_bytes for u in self._units if u.frees_parameters)
         window.bytes_sent_per_backward = self._plan.bytes_per_backward(window.backwards)
-        agreement = self._flush(Place.WINDOW_EXIT, window.failure)
         changes = self._ledger.since(self._mark)
         window.collectives = {kind: total.count for kind, total in changes.items()}
         window.bytes_sent = sum(total.bytes_out for total in changes.values())
         window.exposed_ms = 1e3 * sum(total.waited_s for total in changes.values())
-        if not agreement.failures:
-            window.outcome = "flushed" if self._home.shards_gradients else "kept"
-            return
-        window.outcome = "aborted"
-        self._abandon()
-        if not is_raising:
-            rank, reason = next(iter(agreement.failures.items()))
-            raise WindowAborted(rank, reason, window.backwards)
 
     def _after_outermost_backward(self) -> None:
         self._arming.end()
@@ -221,7 +239,7 @@ class Transaction:
         self.reducer.void_in_flight()
         for unit in self._trainable:
             unit.gradients.drop()
-        self._accumulation.reset()
+        self._accumulation.drop()
         self._arming.reset()
         self._drop_untrained()
         if self.keeper.keeps():
@@ -229,9 +247,9 @@ class Transaction:
 
     def _abandon(self) -> None:
         """Drop everything since the last step, on every rank, and forget why."""
-        self.reducer.void_in_flight()
-        self.reducer.finish_all()
-        self.reducer.start_afresh()
+        self.reducer.abandon()
+        if self._control.largest([int(self._collectives.is_broken)])[0]:
+            self._collectives.rebuild()
         self._backwards.forgive()
         self.end_step()
         self._is_aborted = True
@@ -241,7 +259,7 @@ class Transaction:
         for unit in self._trainable:
             unit.gradients.end_step()
         self._drop_untrained()
-        self._accumulation.reset()
+        self._accumulation.drop()
         self._arming.reset()
         self._arena.trim()
 

@@ -228,6 +228,10 @@ class Unit:
     def _free(self) -> None:
         self.is_unsharded = False
         self._point_at([self._freed.expand(slot.size) for slot in self.slots])
+        if not self.param_full.untyped_storage().resizable():
+            # Somebody made a numpy array of a parameter; that array keeps the old memory.
+            self.param_full = torch.empty_like(self.param_full)
+            self.views = self.views_of(self.param_full)
         self.param_full.untyped_storage().resize_(0)
 
     def _point_at(self, tensors: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ It answers, before anything large is sent: did a body fail, did every rank launc
 reductions, which units have something pending on any rank, which parameters were touched anywhere.
 """
 
+import logging
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
@@ -13,6 +14,8 @@ from onefold.errors import RankMismatchError
 from onefold.grad.reduce import Reducer
 from onefold.unit import Unit
 from onefold.wire.control import Control
+
+log = logging.getLogger(__name__)
 
 
 class Place(IntEnum):
@@ -69,9 +72,14 @@ def exchange(
             "close the same windows and call step() equally often."
         )
     logs = [reducer.log] * control.size if longest == -shortest else control.gather(reducer.log)
-    reducer.catch_up(logs, voided)
-    reducer.start_afresh()
     failures: dict[int, str] = {}
+    try:
+        reducer.catch_up(logs, voided)
+    except RuntimeError as error:
+        if not failed:
+            raise
+        log.warning("reductions of a failed window could not be brought level: %s", error)
+    reducer.start_afresh()
     if failed:
         reasons = control.gather(failure)
         failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}

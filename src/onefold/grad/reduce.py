@@ -6,6 +6,7 @@ their logs, and a rank that launched less (its body failed, or it ran fewer back
 longest log, so that every started collective has all its partners and nothing hangs.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from onefold.errors import RankMismatchError
 from onefold.unit import Unit
 from onefold.wire.buffer import Arena
 from onefold.wire.collectives import Collectives, Handle
+
+log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT: Final = 3
 """Units on the wire at once where a unit's memory is to be freed soon: one arriving, one being
@@ -32,6 +35,10 @@ class Reduction:
     summed: Tensor  # [S], leased, or grad_full itself where S = N
     handle: Handle
     clears: Sequence[int]
+    position: int
+    """Its place in the log."""
+    is_agreed: bool = False
+    """The ranks have exchanged since it was launched, so all of them have it."""
     is_void: bool = False
     """Its result is dropped on arrival."""
 
@@ -70,7 +77,8 @@ class Reducer:
                 grad_full, summed, unit.index, unit.name
             )
         clears = tuple(unit.gradients.clears)
-        self._in_flight.append(Reduction(unit, grad_full, summed, handle, clears))
+        reduction = Reduction(unit, grad_full, summed, handle, clears, len(self.log))
+        self._in_flight.append(reduction)
         self.log.append(unit.index)
 
     def limit_in_flight(self) -> None:
@@ -94,10 +102,22 @@ class Reducer:
         """Whether a reduction of ``unit`` has not arrived yet."""
         return any(reduction.unit is unit for reduction in self._in_flight)
 
+    def abandon(self) -> None:
+        """Wait for everything on the wire, as far as it arrives, and drop it."""
+        self.void_in_flight()
+        while self._in_flight:
+            try:
+                self._finish_oldest()
+            except RuntimeError as error:
+                log.warning("an abandoned reduction never arrived: %s", error)
+        self.start_afresh()
+
     def void_in_flight(self) -> None:
         """The gradients were dropped: what is on the wire is dropped on arrival, everywhere."""
         for reduction in self._in_flight:
             reduction.is_void = True
+            if reduction.is_agreed:
+                reduction.unit.gradients.note_dropped()
         self.voided = len(self.log)
 
     def catch_up(self, logs: Sequence[Sequence[int]], voided: int) -> None:
@@ -121,14 +141,16 @@ class Reducer:
                 )
         for index in longest[len(self.log) :]:
             self.launch(self._units[index])
-        first = len(self.log) - len(self._in_flight)
-        for position, reduction in enumerate(self._in_flight, start=first):
-            reduction.is_void = reduction.is_void or position < voided
+        for reduction in self._in_flight:
+            if not reduction.is_agreed and reduction.position < voided:
+                reduction.is_void = True
 
     def start_afresh(self) -> None:
         """The ranks have exchanged and agree: begin a new log."""
         self.log = []
         self.voided = 0
+        for reduction in self._in_flight:
+            reduction.is_agreed = True
 
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.popleft()

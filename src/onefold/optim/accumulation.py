@@ -65,8 +65,12 @@ class Accumulation:
         self._taken += 1
         self._flag = None
 
-    def reset(self) -> None:
-        """The gradients were stepped on, or dropped."""
+    def drop(self) -> None:
+        """The gradients were dropped; the caller's word about the next ``step()`` stands."""
         self._taken = 0
-        self._flag = None
         self._scales = None
+
+    def end_step(self) -> None:
+        """The gradients were stepped on."""
+        self.drop()
+        self._flag = None

@@ -53,7 +53,8 @@ def _compare(units: Sequence[Unit], by_rank: Sequence[Sequence[str]]) -> None:
 
 def _digest(unit: Unit) -> str:
     """A checksum of what ``param_full`` holds, padding included."""
-    raw = unit.param_full.view(torch.uint8).cpu().numpy()
+    # A copy: numpy would pin the storage, which must stay resizable.
+    raw = unit.param_full.view(torch.uint8).to("cpu", copy=True).numpy()
     return hashlib.blake2b(raw.data, digest_size=16).hexdigest()
 
 

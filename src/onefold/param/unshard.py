@@ -53,8 +53,14 @@ class Unsharder:
     def leave(self) -> None:
         """End the residency: parameters go home, which sends nothing."""
         self.is_resident = False
+        failures: list[RuntimeError] = []
         for unit in self.gather_order:
-            unit.release()
+            try:
+                unit.release()
+            except RuntimeError as error:  # a gather that never arrived; the others go home too
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     # -- forwards ---------------------------------------------------------------------------
 

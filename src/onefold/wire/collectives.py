@@ -20,8 +20,10 @@ _TAGS_PER_UNIT: Final = 3  # one per collective, so that a gather never meets a 
 class Handle:
     """A started collective. ``wait`` orders the result before its first use; once is enough."""
 
-    def __init__(self, ledger: Ledger, entry: Entry | None = None, work: Work | None = None):
-        self._ledger = ledger
+    def __init__(
+        self, owner: "Collectives", entry: Entry | None = None, work: Work | None = None
+    ) -> None:
+        self._owner = owner
         self._entry = entry
         self._work = work
 
@@ -31,9 +33,13 @@ class Handle:
         if work is None:
             return
         begin = time.perf_counter()
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError:
+            self._owner.is_broken = True
+            raise
         if self._entry is not None:
-            self._ledger.close(self._entry, time.perf_counter() - begin)
+            self._owner.ledger.close(self._entry, time.perf_counter() - begin)
 
 
 class Collectives:
@@ -41,11 +47,20 @@ class Collectives:
 
     ``index`` and ``unit`` name the unit for the transport and the ledger. The calling order must be
     the same on every rank, except that the direct transport tells units apart.
+
+    Attributes:
+        is_broken: a collective of the data group failed, so the group must be rebuilt.
     """
 
     def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
         self.mesh = mesh
         self.ledger = ledger
+        self.is_broken = False
+
+    def rebuild(self) -> None:
+        """Make a new data group; every rank calls it, after they have agreed to."""
+        self.mesh.rebuild()
+        self.is_broken = False
 
     def start_reduce_scatter(self, source: Tensor, out: Tensor, index: int, unit: str) -> Handle:
         """Start summing ``source`` over the shard axis; this rank's slice lands in ``out``.
@@ -61,11 +76,11 @@ class Collectives:
         group = self.mesh.shard
         if group.transport is None:
             _copy(source, out)
-            return Handle(self.ledger)
+            return Handle(self)
         moved = out.nbytes * (group.size - 1)
         entry = self.ledger.open("reduce_scatter", unit, moved, moved)
         work = group.transport.reduce_scatter(source, out, index * _TAGS_PER_UNIT)
-        return Handle(self.ledger, entry, work)
+        return Handle(self, entry, work)
 
     def start_all_gather(self, shard: Tensor, out: Tensor, index: int, unit: str) -> Handle:
         """Start collecting every rank's ``shard`` over the shard axis into ``out``.
@@ -81,11 +96,11 @@ class Collectives:
         group = self.mesh.shard
         if group.transport is None:
             _copy(shard, out)
-            return Handle(self.ledger)
+            return Handle(self)
         moved = shard.nbytes * (group.size - 1)
         entry = self.ledger.open("all_gather", unit, moved, moved)
         work = group.transport.all_gather(shard, out, index * _TAGS_PER_UNIT + 1)
-        return Handle(self.ledger, entry, work)
+        return Handle(self, entry, work)
 
     def start_all_reduce(self, buffer: Tensor, index: int, unit: str) -> Handle:
         """Start summing ``buffer`` over the replicate axis, in place.
@@ -99,11 +114,11 @@ class Collectives:
         """
         group = self.mesh.replicate
         if group.transport is None:
-            return Handle(self.ledger)
+            return Handle(self)
         moved = 2 * buffer.nbytes * (group.size - 1) // group.size
         entry = self.ledger.open("all_reduce", unit, moved, moved)
         work = group.transport.all_reduce(buffer, index * _TAGS_PER_UNIT + 2)
-        return Handle(self.ledger, entry, work)
+        return Handle(self, entry, work)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """Overwrite ``tensor`` with rank 0's, on every rank. Blocks; used at start only."""

@@ -58,6 +58,17 @@ class Mesh:
     shard: Group
     replicate: Group
     process_group: dist.ProcessGroup | None
+    connect: Callable[[], tuple[dist.ProcessGroup, Transport]] | None = None
+
+    def rebuild(self) -> None:
+        """Replace the data group after one of its collectives failed; on every rank together."""
+        if self.connect is None:
+            return
+        self.destroy()
+        self.process_group, transport = self.connect()
+        for group in (self.shard, self.replicate):
+            if group.transport is not None:
+                group.transport = transport
 
     def destroy(self) -> None:
         """Free the data group."""
@@ -107,14 +118,20 @@ def build_mesh(
     alone = Group(rank=0, size=1)
     if world.size == 1:
         return Mesh(alone, alone, None)
-    process_group = _new_group(world.ranks, timeout_s, backend=None)
-    assert process_group is not None
     make = _choose(transport, arena.device, world.size)
-    everyone = Group(world.rank, world.size, make(process_group, arena))
+
+    def connect() -> tuple[dist.ProcessGroup, Transport]:
+        group = _new_group(world.ranks, timeout_s, backend=None)
+        assert group is not None
+        return group, make(group, arena)
+
+    process_group, chosen = connect()
+    everyone = Group(world.rank, world.size, chosen)
     return Mesh(
         shard=everyone if shards else alone,
         replicate=alone if shards else everyone,
         process_group=process_group,
+        connect=connect,
     )
 
 

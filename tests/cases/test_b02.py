@@ -1,0 +1,46 @@
+"""B02: the last backward alone survives, but only with the optimizer on the CPU: an accumulator was
+filled only where the configured accumulation was above 1.
+
+This version has no offload, so this is the case's control without it, and the refusal of the
+setting: on every rank, before anything is sent, rather than a silent no-op.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests import rig
+from tests.cases.modes import MODES, assert_traffic, house, run, usual
+from tests.harness import RankContext, distributed
+
+BACKWARDS = 4
+NO_OFFLOAD: list[dict[str, Any]] = [
+    {},
+    {"offload_optimizer": {"device": "none"}},
+    {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}},
+]
+
+
+@pytest.mark.parametrize("stage", rig.STAGES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("zero", NO_OFFLOAD, ids=["unset", "optimizer", "both"])
+@distributed(world_size=2)
+def test_control_without_offload(
+    ctx: RankContext, stage: int, mode: str, zero: dict[str, Any]
+) -> None:
+    config = {"gradient_accumulation_steps": 1}
+    engine = rig.start(ctx, rig.House(), stage, config=config, zero=zero)
+    mark = engine.ledger.mark()
+    run(engine, mode, house(engine, ctx.rank, range(BACKWARDS)))
+    engine.step()
+    assert_traffic(engine, mark, usual(ctx, engine, stage, mode, BACKWARDS))
+    rig.assert_change(engine, rig.expected(ctx.world_size, BACKWARDS))
+    rig.assert_ranks_equal(engine)
+
+
+@pytest.mark.parametrize("stage", rig.STAGES)
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+@distributed(world_size=2)
+def test_offload_is_refused_not_ignored(ctx: RankContext, stage: int, section: str) -> None:
+    with pytest.raises(ValueError, match=section):
+        rig.start(ctx, rig.House(), stage, zero={section: {"device": "cpu"}})

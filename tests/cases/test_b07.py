@@ -1,0 +1,78 @@
+"""B07: what was reduced already is taken for the local accumulator and reduced again, so that the
+old part grows by the number of ranks with every backward.
+
+However often reductions happen between two steps, the sum is linear in the backwards.
+"""
+
+import pytest
+
+import onefold
+from tests import rig
+from tests.cases.modes import MODES, TINY, Rooms, assert_rooms, assert_traffic, num_units, traffic
+from tests.harness import RankContext, distributed
+
+BACKWARDS = 6
+
+
+def _reduced_each_time(mode: str, stage: int, explicitly: bool) -> bool:
+    """Whether every backward of this case ends in a reduction of its own."""
+    return explicitly or (stage >= 2 and mode != "no_sync")
+
+
+@pytest.mark.parametrize("stage", rig.STAGES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("explicitly", [False, True], ids=["at_step", "reduce_gradients"])
+@distributed(world_size=[2, 3])
+def test_growth_is_linear(ctx: RankContext, stage: int, mode: str, explicitly: bool) -> None:
+    """Each backward in a with-block of its own; with reduce_gradients() after each, or not."""
+    engine = rig.start(ctx, Rooms(3, 5), stage, zero=TINY)
+    mark = engine.ledger.mark()
+    for k in range(BACKWARDS):
+        _one_backward(engine, mode, rig.x_of(ctx.rank, k))
+        if explicitly:
+            engine.reduce_gradients()
+    engine.step()
+
+    assert num_units(engine) == 2
+    times = BACKWARDS if _reduced_each_time(mode, stage, explicitly) else 1
+    uses = BACKWARDS * (2 if mode == "bare" else 1)
+    wanted = traffic(ctx, engine, stage, reductions=2 * times, gathers=2 * uses)
+    if mode == "armed" and not explicitly and stage < 2:
+        # Armed backwards leave at once; the next one that does so comes after the next flush.
+        wanted["all_reduce" if stage == 0 else "reduce_scatter"] = 2 * 2
+    assert_traffic(engine, mark, wanted)
+    gradient = rig.expected(ctx.world_size, BACKWARDS)
+    assert_rooms(engine, [gradient, 2 * gradient])
+
+
+def _one_backward(engine: onefold.Engine, mode: str, x: float) -> None:
+    if mode == "bare":
+        engine.backward(engine(x))
+    elif mode == "no_sync":
+        with engine.no_sync():
+            engine.backward(engine(x))
+    else:
+        with engine.coalesce_grad_reduction(backwards=1 if mode == "armed" else None):
+            engine.backward(engine(x))
+
+
+@pytest.mark.parametrize("stage", rig.STAGES)
+@distributed(world_size=[2, 3])
+def test_the_average_is_right_after_each_reduction(ctx: RankContext, stage: int) -> None:
+    """The growth itself, seen through full_grad: linear at every point, not only at the end."""
+    engine = rig.start(ctx, rig.House(), stage)
+    w = engine.module.w
+    for k in range(BACKWARDS):
+        engine.backward(engine(rig.x_of(ctx.rank, k)))
+        engine.reduce_gradients()
+        found = engine.full_grad(w)
+        wanted = rig.expected(ctx.world_size, k + 1)
+        assert found is not None
+        assert set(found.tolist()) == {wanted}, f"after backward {k}: {found}, expected {wanted}"
+        engine.reduce_gradients()  # nothing is pending: the sum is not divided or added again
+        again = engine.full_grad(w)
+        assert again is not None
+        assert set(again.tolist()) == {wanted}
+    engine.step()
+    rig.assert_change(engine, rig.expected(ctx.world_size, BACKWARDS))
+    rig.assert_ranks_equal(engine)
