@@ -79,9 +79,10 @@ class Unit:
         self._left_versions: list[int] = []
         nothing = float("nan") if spec.dtype.is_floating_point else 0
         self._freed = torch.full((1,), nothing, dtype=spec.dtype, device=spec.device)
-        self.param_full = torch.zeros(self.layout.numel, dtype=spec.dtype, device=spec.device)
+        self.param_full = torch.empty(self.layout.numel, dtype=spec.dtype, device=spec.device)
         self.views = self.views_of(self.param_full)
         self.param_shard = self.param_full[self._own_slice]
+        self.param_full.untyped_storage().resize_(0)  # until allocate(): units are placed in turn
         self.gradients = Gradients(self.slots, self.layout, self.views_of, arena, self.shard_rank)
 
     @property
@@ -110,15 +111,21 @@ class Unit:
             for slot, offset in zip(self.slots, self.layout.offsets, strict=True)
         ]
 
+    def allocate(self) -> None:
+        """Give ``param_full`` its memory, zeroed, before the first values are written into it."""
+        if not self.param_full.untyped_storage().nbytes():
+            self.param_full.untyped_storage().resize_(self.full_bytes)
+            self.param_full.zero_()
+
     def place(self) -> None:
         """Take the parameters over: rank 0's values win, and everything goes to its home.
 
         Communication: one broadcast of N elements.
         Memory: N elements; where parameters are Shard all but S of them are freed again.
         """
+        self.allocate()
         for slot, view in zip(self.slots, self.views, strict=True):
-            if slot.param.device.type != "meta":
-                view.copy_(slot.param.detach())
+            view.copy_(slot.param.detach())
         self.settle_home()
 
     def settle_home(self) -> None:

@@ -57,7 +57,7 @@ def scope(engine: onefold.Engine, mode: str, backwards: int) -> AbstractContextM
 
 def run(engine: onefold.Engine, mode: str, losses: Sequence[Callable[[], Tensor]]) -> None:
     """Forward and backward of each loss, all in one with-block."""
-    with scope(engine, mode, len(losses)):
+    with scope(engine, mode, max(1, len(losses))):
         for loss in losses:
             engine.backward(loss())
 
@@ -89,22 +89,47 @@ def traffic(
 
 
 def usual(
-    ctx: RankContext, engine: onefold.Engine, stage: int, mode: str, backwards: int
+    ctx: RankContext,
+    engine: onefold.Engine,
+    stage: int,
+    mode: str,
+    backwards: int,
+    *,
+    declared: int | None = None,
 ) -> dict[str, int]:
     """``traffic`` of a step whose backwards all use the whole model.
 
     One reduction per trainable unit, and per backward too where a bare one reduces as it goes
-    (stages 2-3). Stage 3 gathers every unit once per scope, bare twice per backward.
+    (stages 2-3). At stages 0-1 a bare backward that the config declares to be the last is reduced
+    at once; what follows it goes with step(). Stage 3 gathers every unit once per scope, bare twice
+    per backward.
     """
     trainable, every = num_units(engine), num_units(engine, trainable=False)
     is_bare = mode == "bare"
-    return traffic(
-        ctx,
-        engine,
-        stage,
-        reductions=trainable * (backwards if is_bare and stage >= 2 else 1),
-        gathers=every * (2 * backwards if is_bare else 1),
-    )
+    times = 1
+    if is_bare and stage >= 2:
+        times = backwards
+    elif is_bare and declared is not None and backwards > declared:
+        times = 2
+    gathers = every * (2 * backwards if is_bare else 1)
+    return traffic(ctx, engine, stage, reductions=trainable * times, gathers=gathers)
+
+
+def one_by_one(
+    ctx: RankContext, engine: onefold.Engine, stage: int, mode: str, backwards: int
+) -> dict[str, int]:
+    """``usual``, where each backward has a with-block of its own.
+
+    A window flushes at its end at stages 2-3; at stages 0-1 its armed backward is reduced at once,
+    and what follows it before the next step() goes with that.
+    """
+    times = 1
+    if stage >= 2 and mode != "no_sync":
+        times = backwards
+    elif stage < 2 and mode == "armed" and backwards > 1:
+        times = 2
+    gathers = num_units(engine, trainable=False) * backwards * (2 if mode == "bare" else 1)
+    return traffic(ctx, engine, stage, reductions=times * num_units(engine), gathers=gathers)
 
 
 def assert_traffic(engine: onefold.Engine, mark: Any, wanted: dict[str, int]) -> None:

@@ -6,54 +6,47 @@ However often reductions happen between two steps, the sum is linear in the back
 
 import pytest
 
-import onefold
 from tests import rig
-from tests.cases.modes import MODES, TINY, Rooms, assert_rooms, assert_traffic, num_units, traffic
+from tests.cases.modes import (
+    MODES,
+    TINY,
+    Rooms,
+    assert_rooms,
+    assert_traffic,
+    house,
+    num_units,
+    one_by_one,
+    run,
+    traffic,
+)
 from tests.harness import RankContext, distributed
 
 BACKWARDS = 6
 
 
-def _reduced_each_time(mode: str, stage: int, explicitly: bool) -> bool:
-    """Whether every backward of this case ends in a reduction of its own."""
-    return explicitly or (stage >= 2 and mode != "no_sync")
-
-
 @pytest.mark.parametrize("stage", rig.STAGES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("explicitly", [False, True], ids=["at_step", "reduce_gradients"])
-@distributed(world_size=[2, 3])
+@distributed(world_size=2)
 def test_growth_is_linear(ctx: RankContext, stage: int, mode: str, explicitly: bool) -> None:
     """Each backward in a with-block of its own; with reduce_gradients() after each, or not."""
     engine = rig.start(ctx, Rooms(3, 5), stage, zero=TINY)
     mark = engine.ledger.mark()
     for k in range(BACKWARDS):
-        _one_backward(engine, mode, rig.x_of(ctx.rank, k))
+        run(engine, mode, house(engine, ctx.rank, [k]))
         if explicitly:
             engine.reduce_gradients()
     engine.step()
 
     assert num_units(engine) == 2
-    times = BACKWARDS if _reduced_each_time(mode, stage, explicitly) else 1
-    uses = BACKWARDS * (2 if mode == "bare" else 1)
-    wanted = traffic(ctx, engine, stage, reductions=2 * times, gathers=2 * uses)
-    if mode == "armed" and not explicitly and stage < 2:
-        # Armed backwards leave at once; the next one that does so comes after the next flush.
-        wanted["all_reduce" if stage == 0 else "reduce_scatter"] = 2 * 2
+    if explicitly:
+        gathers = 2 * BACKWARDS * (2 if mode == "bare" else 1)
+        wanted = traffic(ctx, engine, stage, reductions=2 * BACKWARDS, gathers=gathers)
+    else:
+        wanted = one_by_one(ctx, engine, stage, mode, BACKWARDS)
     assert_traffic(engine, mark, wanted)
     gradient = rig.expected(ctx.world_size, BACKWARDS)
     assert_rooms(engine, [gradient, 2 * gradient])
-
-
-def _one_backward(engine: onefold.Engine, mode: str, x: float) -> None:
-    if mode == "bare":
-        engine.backward(engine(x))
-    elif mode == "no_sync":
-        with engine.no_sync():
-            engine.backward(engine(x))
-    else:
-        with engine.coalesce_grad_reduction(backwards=1 if mode == "armed" else None):
-            engine.backward(engine(x))
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)

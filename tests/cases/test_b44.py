@@ -14,7 +14,7 @@ from tests.cases.wire_formula import num_trainable, scope
 from tests.harness import RankContext, distributed
 from tests.rig import STAGES, assert_ranks_equal, start, weights, x_of
 
-MARGIN = 40  # calls per backward that do not depend on the number of parameters
+MARGIN = 20  # calls per backward that do not depend on the number of parameters
 
 
 class Many(nn.Module):
@@ -85,29 +85,21 @@ def _calls(ctx: RankContext, stage: int, mode: str, num: int) -> Calls:
 @distributed()
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_open_window_runs_nothing_per_parameter(ctx: RankContext, stage: int) -> None:
-    few, many = (_calls(ctx, stage, "window", num) for num in (24, 96))
-    assert many.entries == few.entries, f"{few.entries} entries for 24, {many.entries} for 96"
-    assert many.total == few.total, f"{few.total} calls for 24 parameters, {many.total} for 96"
+    few, many = (_calls(ctx, stage, "window", num) for num in (20, 60))
+    assert many.entries == few.entries, f"{few.entries} entries for 20, {many.entries} for 60"
+    assert many.total == few.total, f"{few.total} calls for 20 parameters, {many.total} for 60"
 
 
 @distributed()
 @pytest.mark.parametrize("mode", ["bare", "armed"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_at_most_two_hooks_per_parameter(ctx: RankContext, stage: int, mode: str) -> None:
-    num = 96
-    calls = _calls(ctx, stage, mode, num)
-    assert calls.entries <= 2 * num + MARGIN, f"{calls.entries} hook calls for {num} parameters"
-    # The witness sees hooks at all.
-    assert calls.entries >= num
-
-
-@distributed()
-@pytest.mark.parametrize("mode", ["bare", "armed"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_calls_grow_linearly(ctx: RankContext, stage: int, mode: str) -> None:
-    first, second, fourth = (_calls(ctx, stage, mode, num).total for num in (40, 80, 160))
-    slope = (second - first) / 40
-    assert fourth - second <= 80 * slope + MARGIN, (
-        f"calls of the engine in one backward: {first} for 40 parameters, {second} for 80, "
-        f"{fourth} for 160"
+def test_two_hooks_per_parameter_and_linear_work(ctx: RankContext, stage: int, mode: str) -> None:
+    first, second, third = (_calls(ctx, stage, mode, num) for num in (20, 40, 80))
+    assert first.entries >= 20, "the witness sees no hooks"
+    grown = third.entries - second.entries
+    assert grown <= 2 * 40, f"{grown} more hook calls for 40 more parameters"
+    slope = (second.total - first.total) / 20
+    assert third.total - second.total <= 40 * slope + MARGIN, (
+        f"calls of the engine in one backward: {first.total} for 20 parameters, {second.total} for "
+        f"40, {third.total} for 80"
     )

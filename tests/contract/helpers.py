@@ -117,7 +117,7 @@ def run_program(
             first += item
         else:
             kind, inner = item
-            declared = count(inner) if kind == "armed" else None
+            declared = count(inner) or None if kind == "armed" else None
             scope: Any = (
                 engine.no_sync()
                 if kind == "no_sync"
@@ -154,24 +154,23 @@ def by_autograd(engine: onefold.Engine, x: float) -> None:
 
 def by_hook(engine: onefold.Engine, x: float) -> None:
     """A backward inside a hook of another backward."""
-    loss = engine(x - 1.0)
-    outer = loss.clone()
-    outer.register_hook(lambda _grad: engine(1.0).backward())
+    inner = engine(1.0)
+    outer = engine(x - 1.0) * 1.0
+    outer.register_hook(lambda _grad: inner.backward())
     outer.backward()
 
 
 def by_engine_in_hook(engine: onefold.Engine, x: float) -> None:
-    """``engine.backward`` inside a hook late in another ``engine.backward``."""
-    house = engine.module.houses[0]  # type: ignore[index,union-attr]
-    assert isinstance(house, House)
+    """A forward and an ``engine.backward`` inside a hook of another, half of which has run."""
 
     def nested(_grad: Tensor) -> None:
-        engine.backward(engine(1.0))
+        with torch.enable_grad():
+            engine.backward(engine(1.0))
 
-    loss = engine(x - 1.0)
-    middle = loss * 1.0
-    middle.register_hook(nested)
-    engine.backward(middle * 1.0)
+    half = engine(x - 1.0, (0, 1)) * 1.0
+    half.register_hook(nested)
+    # Made later, so autograd runs it first.
+    engine.backward(half + engine(x - 1.0, (2, 3)))
 
 
 class BackwardInForward(torch.autograd.Function):
@@ -222,12 +221,8 @@ def by_retained(engine: onefold.Engine, x: float) -> None:
     engine.backward(loss)
 
 
-def by_create_graph(engine: onefold.Engine, x: float) -> None:
-    """Autograd replaces `.grad` instead of adding to it."""
-    engine(x).backward(create_graph=True)
-
-
-WAYS: dict[str, Callable[[onefold.Engine, float], None]] = {
+Way = Callable[[onefold.Engine, float], None]
+WAYS: dict[str, Way] = {
     "engine": by_engine,
     "loss": by_loss,
     "module": by_module,
@@ -238,7 +233,6 @@ WAYS: dict[str, Callable[[onefold.Engine, float], None]] = {
     "function": by_function,
     "replay": by_replay,
     "retained": by_retained,
-    "create_graph": by_create_graph,
 }
 
 

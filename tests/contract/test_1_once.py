@@ -1,6 +1,7 @@
 """Contract 1, once: every gradient between two steps is in the sum exactly once."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.contract.helpers import (
     Fault,
     House,
     Program,
+    Way,
     by_engine,
     fail,
     failing,
@@ -90,23 +92,52 @@ def test_house_is_exact_for_any_number_of_backwards(ctx: RankContext, stage: int
 PLACES: list[Program] = [[2], [("window", [2])], [("armed", [2])], [("no_sync", [2])], ["mark", 1]]
 
 
-@distributed(world_size=WORLDS)
-@pytest.mark.parametrize("way", list(WAYS))
+@distributed(world_size=[1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_whichever_api_ran_the_backward(ctx: RankContext, stage: int, way: str) -> None:
+def test_whichever_api_ran_the_backward(ctx: RankContext, stage: int) -> None:
+    engine = street(ctx, stage)
+    books = Books(ctx.world_size)
+    for name, way in WAYS.items():
+
+        def backward(k: int, way: Way = way) -> None:
+            way(engine, x_of(ctx.rank, k))
+            for rank in range(ctx.world_size):
+                books.add(x_of(rank, k))
+
+        for program in PLACES:
+            run_program(engine, program, backward)
+            engine.step()
+            books.close()
+            books.check(engine, (name, program))
+
+
+@distributed(world_size=[1, 2, 3])
+@pytest.mark.parametrize("loss", ["linear", "curved"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_create_graph(ctx: RankContext, stage: int, loss: str) -> None:
+    """Autograd then replaces `.grad` instead of adding to it, with or without a grad_fn."""
     engine = street(ctx, stage)
     books = Books(ctx.world_size)
 
     def backward(k: int) -> None:
-        WAYS[way](engine, x_of(ctx.rank, k))
+        value = engine(x_of(ctx.rank, k))
+        if loss == "curved":
+            value = value + 0.0 * engine(1.0) ** 2
+        value.backward(create_graph=k % 2 == 0)
         for rank in range(ctx.world_size):
             books.add(x_of(rank, k))
 
-    for program in PLACES:
+    for program in (
+        [3],
+        [("window", [3])],
+        [("armed", [3])],
+        [("no_sync", [3])],
+        [2, ("window", [2])],
+    ):
         run_program(engine, program, backward)
         engine.step()
         books.close()
-        books.check(engine, (way, program))
+        books.check(engine, program)
 
 
 @distributed(world_size=[1, 2, 3])
@@ -213,8 +244,9 @@ def _break(engine: onefold.Engine, how: str) -> None:
         poisoned.register_hook(fail)
         loss = poisoned + houses[2](5.0)  # type: ignore[index,operator]
     elif how == "nested":
+        inner = failing(engine, 5.0)
         loss = engine(5.0) * 1.0
-        loss.register_hook(lambda _grad: failing(engine, 5.0).backward())
+        loss.register_hook(lambda _grad: inner.backward())
     else:
         loss = failing(engine, 5.0)
     with pytest.raises(Fault):
@@ -225,18 +257,15 @@ HOWS = ["engine", "loss", "submodule", "nested"]
 
 
 @distributed(world_size=WORLDS)
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["window", "armed"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_caught_failure_dooms_the_window(
-    ctx: RankContext, stage: int, kind: str, how: str
-) -> None:
+def test_a_caught_failure_dooms_the_window(ctx: RankContext, stage: int, kind: str) -> None:
     engine = street(ctx, stage)
     books = Books(ctx.world_size)
     culprit = ctx.world_size - 1
-    for position in range(3):
+    for how, position in product(HOWS, range(3)):
 
-        def body(k: int, position: int = position) -> None:
+        def body(k: int, how: str = how, position: int = position) -> None:
             if k == position and ctx.rank == culprit:
                 _break(engine, how)
             else:
@@ -254,72 +283,67 @@ def test_a_caught_failure_dooms_the_window(
 
 
 @distributed(world_size=[1, 2, 3])
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_outside_a_caught_failure_is_refused_until_zero_grad(
-    ctx: RankContext, stage: int, how: str
-) -> None:
+def test_outside_a_caught_failure_is_refused_until_zero_grad(ctx: RankContext, stage: int) -> None:
     """On every rank, because outside windows ranks run the same backwards."""
     engine = street(ctx, stage)
     books = Books(ctx.world_size)
-    feed(ctx, engine, Books(ctx.world_size), 0)
-    _break(engine, how)
-    for _ in range(2):
-        with pytest.raises(StateError, match=r"zero_grad\(\)"):
-            engine.step()
-        with pytest.raises(StateError, match=r"zero_grad\(\)"):
-            engine.reduce_gradients()
-        by_engine(engine, 3.0)  # a good backward does not mend it
-    books.check(engine, "nothing has moved")
+    for how in HOWS:
+        by_engine(engine, 2.0)
+        _break(engine, how)
+        for _ in range(2):
+            with pytest.raises(StateError, match=r"zero_grad\(\)"):
+                engine.step()
+            with pytest.raises(StateError, match=r"zero_grad\(\)"):
+                engine.reduce_gradients()
+            by_engine(engine, 3.0)  # a good backward does not mend it
+        books.check(engine, "nothing has moved")
+        _go_on(ctx, engine, books, how)
+
+
+def _go_on(ctx: RankContext, engine: onefold.Engine, books: Books, note: str) -> None:
+    """After ``zero_grad()`` the next step is right, and so is a window after it."""
     engine.zero_grad()
     feed(ctx, engine, books, 1)
     engine.step()
     books.close()
-    books.check(engine, how)
+    books.check(engine, note)
+    run_program(engine, [("armed", [2])], lambda k: feed(ctx, engine, books, k))
+    engine.step()
+    books.close()
+    books.check(engine, f"{note}, then a window")
 
 
 @distributed(world_size=[2, 3])
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_outside_a_failure_of_one_rank_is_refused_on_all(
-    ctx: RankContext, stage: int, how: str
-) -> None:
+def test_outside_a_failure_of_one_rank_is_refused_on_all(ctx: RankContext, stage: int) -> None:
     """Where nothing is gathered or reduced in the backward the other ranks do not depend on it."""
     engine = street(ctx, stage)
     books = Books(ctx.world_size)
-    if ctx.rank == 1:
-        _break(engine, how)
-    else:
-        by_engine(engine, 3.0)
-    for _ in range(2):
-        with pytest.raises(StateError, match="rank 1"):
-            engine.step()
-    engine.zero_grad()
-    feed(ctx, engine, books, 1)
-    engine.step()
-    books.close()
-    books.check(engine, how)
+    for how in HOWS:
+        if ctx.rank == 1:
+            _break(engine, how)
+        else:
+            by_engine(engine, 3.0)
+        for _ in range(2):
+            with pytest.raises(StateError, match="rank 1"):
+                engine.step()
+        _go_on(ctx, engine, books, how)
 
 
 @distributed(world_size=[1, 2])
-@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_failure_inside_no_sync_is_refused_until_zero_grad(
-    ctx: RankContext, stage: int, how: str
-) -> None:
+def test_a_failure_inside_no_sync_is_refused_until_zero_grad(ctx: RankContext, stage: int) -> None:
     engine = street(ctx, stage)
     books = Books(ctx.world_size)
-    with engine.no_sync():
-        by_engine(engine, 3.0)
-        if ctx.rank == 0:
-            _break(engine, how)
-    with pytest.raises(StateError, match="rank 0"):
-        engine.step()
-    engine.zero_grad()
-    feed(ctx, engine, books, 1)
-    engine.step()
-    books.close()
-    books.check(engine, how)
+    for how in HOWS:
+        with engine.no_sync():
+            by_engine(engine, 3.0)
+            if ctx.rank == 0:
+                _break(engine, how)
+        with pytest.raises(StateError, match="rank 0"):
+            engine.step()
+        _go_on(ctx, engine, books, how)
 
 
 @distributed(world_size=[1, 2])
@@ -336,11 +360,7 @@ def test_a_failure_before_a_scope_is_never_stepped_on(
         run_program(engine, [(later, [2])], lambda k: by_engine(engine, x_of(ctx.rank, k)))
         engine.step()
     books.check(engine, "nothing has moved")
-    engine.zero_grad()
-    feed(ctx, engine, books, 1)
-    engine.step()
-    books.close()
-    books.check(engine, later)
+    _go_on(ctx, engine, books, later)
 
 
 @distributed(world_size=[1, 2, 3])
@@ -367,9 +387,5 @@ def test_a_nested_window_that_raised_dooms_the_outermost(
             run_program(engine, [(outer, [3])], body)
     with pytest.raises(StateError):
         engine.step()
-    engine.zero_grad()
-    feed(ctx, engine, books, 1)
-    engine.step()
-    books.close()
-    books.check(engine, outer)
+    _go_on(ctx, engine, books, outer)
     assert_ranks_equal(engine)

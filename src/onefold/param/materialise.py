@@ -76,9 +76,11 @@ def _materialise(child: nn.Module, fresh: Sequence[nn.Parameter], unit_of: dict[
     """Give meta parameters and buffers of one module memory; parameters keep their identity."""
     for param in fresh:
         unit = unit_of[id(param)]
+        unit.allocate()
         view = unit.views[next(i for i, own in enumerate(unit.params) if own is param)]
-        # A meta tensor's data cannot be assigned; swapping keeps the object the user holds.
-        real = nn.Parameter(view, requires_grad=param.requires_grad)
+        # A meta tensor's data cannot be assigned; swapping keeps the object the user holds. .data
+        # has a version counter of its own: a gather into the flat buffer is no write to it.
+        real = nn.Parameter(view.data, requires_grad=param.requires_grad)
         torch.utils.swap_tensors(param, real)
     for name, buffer in child._buffers.items():
         if buffer is not None and buffer.is_meta:
