@@ -214,7 +214,6 @@ class Reference:
     def drop(self) -> None:
         self.sums = [0.0] * 4
         self.touched = False
-        self.taken = 0
 
     def play(self, ops: list[tuple], depth: int = 0) -> bool:
         """Run ``ops``; True if a window inside failed and so dooms what is around it."""
@@ -232,6 +231,7 @@ class Reference:
                 if failed and depth == 0:
                     if op[0] == "window":
                         self.drop()
+                        self.taken = 0
                         self.aborted = True
                         self.outcomes.append("aborted")
                     else:
@@ -263,6 +263,7 @@ class Reference:
                 for weight, total in zip(self.weights, self.sums, strict=True)
             ]
             self.drop()
+            self.taken = 0
             self.aborted = False
             self.flag = None
         self.outcomes.append(dict(zip(NAMES, self.weights, strict=True)))

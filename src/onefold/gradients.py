@@ -18,8 +18,9 @@ parameter was touched is known from the version counter of its view. Before anyt
 - any other tensor: the user's (or autograd's, after the user had set None); it stands for
   everything, so it is copied over the view and the reduced part is dropped.
 
-Dropping a part that was reduced must happen on every rank; ``clears`` counts it, and the exchange
-compares the counts.
+Dropping a part that is home must happen on every rank: ``drops`` counts it, and the exchange
+compares the counts. A reduction that the ranks have not agreed on yet (of an armed backward) may be
+on its way on some of them only: ``voids`` counts its drops, and the largest count stands.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,9 @@ class Gradients:
     Attributes:
         touched: per parameter, whether a backward of this rank reached it since the last step.
         touched_anywhere: the same over all ranks, as of the last exchange.
-        clears: per parameter, how often a reduced part of it was dropped since the last step.
+        drops: per parameter, how often a part of it that was home was dropped since the last step.
+        voids: the same for parts that may still be on the wire.
+        has_home: ranks agree that a reduced part exists.
         grad_full: ``[N]`` while bound.
         grad_shard: ``[S]`` after the first reduction.
         is_pending: ``grad_full`` holds something that no reduction has taken yet.
@@ -73,7 +76,9 @@ class Gradients:
         self.is_pending = False
         self.touched = [False] * len(slots)
         self.touched_anywhere = [False] * len(slots)
-        self.clears = [0] * len(slots)
+        self.drops = [0] * len(slots)
+        self.voids = [0] * len(slots)
+        self.has_home = False
 
     @property
     def full_bytes(self) -> int:
@@ -181,15 +186,16 @@ class Gradients:
 
     # -- the reduced part -----------------------------------------------------------------------
 
-    def add_reduced(self, summed: Tensor, clears: Sequence[int]) -> None:
+    def add_reduced(self, summed: Tensor, voids: Sequence[int]) -> None:
         """Add a finished reduction's ``summed`` ``[S]``, a lease that now belongs here.
 
         Args:
             summed: this rank's slice of the sum over ranks.
-            clears: ``clears`` as it was when the reduction was started; parameters that were
-                cleared since are left out.
+            voids: ``voids`` as it was when the reduction was started; parameters that were dropped
+                since are left out.
         """
-        for index, (before, now) in enumerate(zip(clears, self.clears, strict=True)):
+        self.has_home = True
+        for index, (before, now) in enumerate(zip(voids, self.voids, strict=True)):
             if before != now:
                 self._piece_of(summed, index).zero_()
         if self.grad_shard is None:
@@ -224,10 +230,15 @@ class Gradients:
     def _clear(self, index: int) -> None:
         self.touched[index] = False
         if self._has_placeholder[index]:
-            self.clears[index] += 1
-            self._reset_placeholder(index)
+            self._count_drop(index)
             if self.grad_shard is not None:
                 self._piece_of(self.grad_shard, index).zero_()
+
+    def _count_drop(self, index: int) -> None:
+        self.voids[index] += 1
+        if self.has_home:
+            self.drops[index] += 1
+        self._reset_placeholder(index)
 
     def _reset_placeholder(self, index: int) -> None:
         self._has_placeholder[index] = False
@@ -238,31 +249,26 @@ class Gradients:
     # -- everything -> empty ------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Forget everything since the last step, pending or reduced.
-
-        Reductions in flight are the reducer's; it voids them.
-        """
+        """Forget everything since the last step, pending, reduced or on the wire."""
         if self.grad_full is not None:
             self._arena.give_back(self.grad_full)
         if self.grad_shard is not None:
             self._arena.give_back(self.grad_shard)
             self.grad_shard = None
-            self.note_dropped()
-        for index in range(len(self._slots)):
-            self._reset_placeholder(index)
+        for index, has_placeholder in enumerate(self._has_placeholder):
+            if has_placeholder:
+                self._count_drop(index)
         self._unbind()
         self._divided_by = 1.0
         self.touched = [False] * len(self._slots)
         self.touched_anywhere = [False] * len(self._slots)
 
-    def note_dropped(self) -> None:
-        """Something reduced is dropped on this rank; the exchange sees whether on all."""
-        self.clears = [count + 1 for count in self.clears]
-
     def end_step(self) -> None:
         """The step has consumed the gradients, on every rank alike."""
         self.drop()
-        self.clears = [0] * len(self._slots)
+        self.drops = [0] * len(self._slots)
+        self.voids = [0] * len(self._slots)
+        self.has_home = False
 
 
 def _copy_dense(found: Tensor, view: Tensor, name: str) -> None:

@@ -236,7 +236,6 @@ class Transaction:
         if window is not None:  # a doomed window stays doomed
             window.failure = window.failure or self._backwards.failure
         self._backwards.forgive()
-        self.reducer.void_in_flight()
         for unit in self._trainable:
             unit.gradients.drop()
         self._accumulation.drop()
@@ -259,7 +258,7 @@ class Transaction:
         for unit in self._trainable:
             unit.gradients.end_step()
         self._drop_untrained()
-        self._accumulation.drop()
+        self._accumulation.restart()
         self._arming.reset()
         self._arena.trim()
 

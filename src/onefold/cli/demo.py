@@ -67,7 +67,7 @@ class Options:
             )
 
 
-def run_demo(  # noqa: PLR0913
+def run_demo(  # noqa: PLR0913, PLR0917
     nproc: Annotated[int, typer.Option(help="Ranks, all on this machine.")] = 2,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 0, 1, 2 or 3.")] = 3,
     model: Annotated[
@@ -173,7 +173,9 @@ def _pairs(options: Options, console: Console) -> Split:
         )
     console.print(
         f"{len(found):,} pairs from {source}; {len(pairs.held_out)} held out",
+        markup=False,
         highlight=False,
+        soft_wrap=True,
     )
     return pairs
 
@@ -193,6 +195,7 @@ def _train_and_report(
         f"{setting}: {options.steps} steps of {pairs_per_step} pairs, {options.bare_steps} of them "
         "without the window",
         highlight=False,
+        soft_wrap=True,
     )
     progress = DemoProgress(console, steps=options.steps, pairs_per_step=pairs_per_step)
     with progress:

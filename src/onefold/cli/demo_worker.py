@@ -71,6 +71,7 @@ class DemoRank:
         with engine.full_parameters():  # ranks meet at its end, so every share is written
             self._encode_own_share(model, "after")
         self._report_retrieval("after")
+        self._events.emit("phase", name="saving the model")
         self._save(engine)
         engine.destroy()
 

@@ -62,6 +62,7 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root]),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",  # bars of other libraries, in a log
     }
 
 

@@ -18,9 +18,16 @@ MAX_HELD_OUT: Final = 500
 MIN_ANCHOR_WORDS: Final = 2
 _SEED: Final = 20260101
 # Not the library itself: its tests, what is installed into it, and IDLE with its kin.
-_SKIPPED_FOLDERS: Final = frozenset(
-    "dist-packages ensurepip idlelib lib2to3 site-packages test tests turtledemo".split()
-)
+_SKIPPED_FOLDERS: Final = {
+    "dist-packages",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

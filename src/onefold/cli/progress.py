@@ -1,6 +1,5 @@
 """Progress: the live view of a run, fed with the events of its ranks."""
 
-import time
 from collections import defaultdict
 from types import TracebackType
 
@@ -28,7 +27,7 @@ class DemoProgress:
         self._steps = steps
         self._pairs_per_step = pairs_per_step
         self._seen: dict[int, int] = defaultdict(int)
-        self._training_since = 0.0
+        self._training_s = 0.0
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -50,7 +49,9 @@ class DemoProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
+        if kind is None:
+            self._bar.update(self._task, description="fine-tuned")
+        else:
             self._bar.remove_task(self._task)
         self._bar.stop()
 
@@ -59,7 +60,6 @@ class DemoProgress:
         if event["kind"] == "phase" and event["rank"] == 0:
             self._bar.update(self._task, description=event["name"])
             if event["name"] == TRAINING:
-                self._training_since = event["at"]
                 self._bar.reset(self._task, total=self._steps)
         elif event["kind"] == "retrieval":
             self.retrieval[event["when"]] = event
@@ -76,9 +76,7 @@ class DemoProgress:
         self._seen[event["rank"]] += 1
         self.losses[step].append(event["loss"])
         if event["rank"] == 0:
-            elapsed = max(
-                event["at"] - self._training_since, time.get_clock_info("time").resolution
-            )
-            rate = self._pairs_per_step * (step + 1) / elapsed
+            self._training_s += event["seconds"]
+            rate = self._pairs_per_step * (step + 1) / self._training_s
             figures = f"loss {event['loss']:.3f}  {rate:.1f} samples/s"
             self._bar.update(self._task, completed=step + 1, figures=figures)

@@ -34,7 +34,7 @@ class StepRecord:
         backwards: backward passes through the model.
         collectives: by lane.
         bytes_sent: by lane.
-        transfers: every collective; the oldest are missing if there were more than the ledger keeps.
+        transfers: every collective, as far back as the ledger keeps them.
     """
 
     is_bare: bool

@@ -14,8 +14,6 @@ _LANES: Final = (
     (PARAMETERS, "parameter\ngathers", "#2d6fa8"),
 )
 _MEGA: Final = 1_000_000
-_THINNEST: Final = 0.0015
-"""Of the axis: shorter transfers would not be seen."""
 
 
 def draw(path: Path, *, window: StepRecord, bare: StepRecord, setting: str) -> None:
@@ -40,7 +38,10 @@ def draw(path: Path, *, window: StepRecord, bare: StepRecord, setting: str) -> N
         (lower, window, "with coalesce_grad_reduction()"),
     ):
         _draw_step(axes, record, name, end)
-    lower.set_xlabel("seconds since the step began")
+    lower.set_xlabel(
+        "seconds since the step began (line: a collective starts; shade: until its result is used; "
+        "dotted: the step's end)"
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -53,7 +54,10 @@ def _draw_step(axes: "Axes", record: StepRecord, name: str, end: float) -> None:
     )
     heights = range(len(_LANES), 0, -1)
     for height, (lane, _, colour) in zip(heights, _LANES, strict=True):
-        axes.broken_barh(_bars(record, lane, end), (height - 0.36, 0.72), color=colour, lw=0)
+        bars = _bars(record, lane)
+        axes.broken_barh(bars, (height - 0.36, 0.72), color=colour, alpha=0.22, lw=0)
+        starts = [start for start, _ in bars]
+        axes.vlines(starts, height - 0.36, height + 0.36, color=colour, lw=1.1)
         count, sent = record.collectives[lane], record.bytes_sent[lane] / _MEGA
         axes.annotate(
             f"{count}\n{sent:,.0f} MB",
@@ -74,11 +78,10 @@ def _draw_step(axes: "Axes", record: StepRecord, name: str, end: float) -> None:
     axes.set_axisbelow(True)
 
 
-def _bars(record: StepRecord, lane: str, end: float) -> Sequence[tuple[float, float]]:
-    """(start, length) of each transfer."""
-    thinnest = _THINNEST * end
+def _bars(record: StepRecord, lane: str) -> Sequence[tuple[float, float]]:
+    """(start, length) of each transfer; where they overlap the shade is darker."""
     return [
-        (transfer.started_s, max(thinnest, transfer.finished_s - transfer.started_s))
+        (transfer.started_s, transfer.finished_s - transfer.started_s)
         for transfer in record.transfers
         if transfer.lane == lane
     ]

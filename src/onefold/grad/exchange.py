@@ -57,14 +57,16 @@ def exchange(
     Raises:
         RankMismatchError: ranks stand at different places, launched different reductions outside a
             window, or dropped reduced gradients on some ranks only. Raised on every rank.
-    Communication: one all-reduce of (units + parameters + 8) integers on the control group.
+    Communication: one all-reduce of (units + 2 * parameters + 7) integers on the control group.
     """
-    clears = zlib.crc32(repr([unit.gradients.clears for unit in units]).encode()) >> 1
-    head = [place, -place, len(reducer.log), -len(reducer.log), clears, -clears]
+    drops = zlib.crc32(repr([unit.gradients.drops for unit in units]).encode()) >> 1
+    launched = len(reducer.log)
+    head = [place, -place, launched, -launched, drops, -drops, int(failure is not None)]
     pending = [int(unit.gradients.is_pending) for unit in units]
     touched = [int(flag) for unit in units for flag in unit.gradients.touched]
-    largest = control.largest([*head, reducer.voided, int(failure is not None), *pending, *touched])
-    last, first, longest, shortest, most, least, voided, failed, *flags = largest
+    voids = [count for unit in units for count in unit.gradients.voids]
+    largest = control.largest([*head, *pending, *touched, *voids])
+    last, first, longest, shortest, most, least, failed, *flags = largest
     if last != -first:
         places = {rank: Place(at).call for rank, at in enumerate(control.gather(int(place)))}
         raise RankMismatchError(
@@ -74,7 +76,7 @@ def exchange(
     logs = [reducer.log] * control.size if longest == -shortest else control.gather(reducer.log)
     failures: dict[int, str] = {}
     try:
-        reducer.catch_up(logs, voided)
+        reducer.catch_up(logs)
     except RuntimeError as error:
         if not failed:
             raise
@@ -88,16 +90,20 @@ def exchange(
             "gradients that had been reduced were dropped (zero_grad(), or a parameter's grad set "
             "to None) on some ranks only. Drop them on every rank, or on none."
         )
-    is_pending, is_touched = flags[: len(units)], flags[len(units) :]
-    position = 0
-    for unit in units:
-        count = len(unit.slots)
-        unit.gradients.touched_anywhere = [
-            bool(flag) for flag in is_touched[position : position + count]
-        ]
-        position += count
+    is_pending, per_slot = flags[: len(units)], flags[len(units) :]
+    _tell(units, per_slot[: len(touched)], per_slot[len(touched) :])
     return Agreement(
         failures,
         [unit for unit, flag in zip(units, is_pending, strict=True) if flag],
-        any(is_touched),
+        any(per_slot[: len(touched)]),
     )
+
+
+def _tell(units: Sequence[Unit], touched: Sequence[int], voids: Sequence[int]) -> None:
+    """Give every unit what the ranks agreed on about its parameters."""
+    position = 0
+    for unit in units:
+        own = slice(position, position + len(unit.slots))
+        unit.gradients.touched_anywhere = [bool(flag) for flag in touched[own]]
+        unit.gradients.voids = list(voids[own])
+        position = own.stop

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +26,13 @@ MAX_IN_FLIGHT: Final = 3
 summed, one being sent."""
 
 
+class Launch(NamedTuple):
+    """An entry of the log."""
+
+    index: int
+    voids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Reduction:
     """One unit's reduction on the wire."""
@@ -34,21 +41,15 @@ class Reduction:
     grad_full: Tensor  # [N], leased; held until the wire is done with it
     summed: Tensor  # [S], leased, or grad_full itself where S = N
     handle: Handle
-    clears: Sequence[int]
-    position: int
-    """Its place in the log."""
-    is_agreed: bool = False
-    """The ranks have exchanged since it was launched, so all of them have it."""
-    is_void: bool = False
-    """Its result is dropped on arrival."""
+    voids: Sequence[int]
+    """The unit's ``voids`` at launch: what was dropped since is dropped on arrival."""
 
 
 class Reducer:
     """Starts and finishes the reductions of one engine's units.
 
     Attributes:
-        log: unit indices launched since the last exchange.
-        voided: how much of the log this rank has voided by dropping its gradients.
+        log: what was launched since the last exchange.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, arena: Arena) -> None:
@@ -56,12 +57,14 @@ class Reducer:
         self._collectives = collectives
         self._arena = arena
         self._in_flight: deque[Reduction] = deque()
-        self.log: list[int] = []
-        self.voided = 0
+        self.log: list[Launch] = []
 
-    def launch(self, unit: Unit) -> None:
+    def launch(self, unit: Unit, voids: Sequence[int] | None = None) -> None:
         """Start reducing what ``unit`` has accumulated; zeros where this rank has nothing.
 
+        Args:
+            unit: its gradients are collected.
+            voids: what another rank noted at the launch that this one follows.
         Communication: over ``shard`` one reduce-scatter of N elements, over ``replicate`` one
         all-reduce of S elements; whichever axis has more than one rank.
         Memory: N + S elements until ``finish`` (and the transport's receive buffers).
@@ -76,10 +79,9 @@ class Reducer:
             handle = self._collectives.start_reduce_scatter(
                 grad_full, summed, unit.index, unit.name
             )
-        clears = tuple(unit.gradients.clears)
-        reduction = Reduction(unit, grad_full, summed, handle, clears, len(self.log))
-        self._in_flight.append(reduction)
-        self.log.append(unit.index)
+        voids = tuple(unit.gradients.voids if voids is None else voids)
+        self._in_flight.append(Reduction(unit, grad_full, summed, handle, voids))
+        self.log.append(Launch(unit.index, voids))
 
     def limit_in_flight(self) -> None:
         """Finish the oldest reductions until few enough are on the wire."""
@@ -104,7 +106,6 @@ class Reducer:
 
     def abandon(self) -> None:
         """Wait for everything on the wire, as far as it arrives, and drop it."""
-        self.void_in_flight()
         while self._in_flight:
             try:
                 self._finish_oldest()
@@ -112,52 +113,38 @@ class Reducer:
                 log.warning("an abandoned reduction never arrived: %s", error)
         self.start_afresh()
 
-    def void_in_flight(self) -> None:
-        """The gradients were dropped: what is on the wire is dropped on arrival, everywhere."""
-        for reduction in self._in_flight:
-            reduction.is_void = True
-            if reduction.is_agreed:
-                reduction.unit.gradients.note_dropped()
-        self.voided = len(self.log)
-
-    def catch_up(self, logs: Sequence[Sequence[int]], voided: int) -> None:
-        """Launch what other ranks launched and this one did not, and void what any rank voided.
+    def catch_up(self, logs: Sequence[Sequence[Launch]]) -> None:
+        """Launch what other ranks launched and this one did not.
 
         Args:
             logs: every rank's log since the last exchange.
-            voided: the longest voided part of any log.
 
         Raises:
             RankMismatchError: the logs are not beginnings of one another.
         """
         longest = max(logs, key=len)
         for rank, log in enumerate(logs):
-            if list(log) != list(longest[: len(log)]):
-                names = [[self._units[index].name for index in each] for each in (log, longest)]
+            theirs, expected = (
+                [self._units[one.index].name for one in each[: len(log)]] for each in (log, longest)
+            )
+            if theirs != expected:
                 raise RankMismatchError(
                     "outside a window every rank must run the same backwards through the same "
-                    f"units; rank {rank} reduced {names[0]}, another rank {names[1]}. Put "
-                    "backwards that differ between ranks inside coalesce_grad_reduction()."
+                    f"units; rank {rank} reduced {theirs}, another rank {expected}. Put backwards "
+                    "that differ between ranks inside coalesce_grad_reduction()."
                 )
-        for index in longest[len(self.log) :]:
-            self.launch(self._units[index])
-        for reduction in self._in_flight:
-            if not reduction.is_agreed and reduction.position < voided:
-                reduction.is_void = True
+        for index, voids in longest[len(self.log) :]:
+            self.launch(self._units[index], voids)
 
     def start_afresh(self) -> None:
         """The ranks have exchanged and agree: begin a new log."""
         self.log = []
-        self.voided = 0
         for reduction in self._in_flight:
-            reduction.is_agreed = True
+            reduction.unit.gradients.has_home = True
 
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.popleft()
         reduction.handle.wait()
         if reduction.summed is not reduction.grad_full:
             self._arena.give_back(reduction.grad_full)
-        if reduction.is_void:
-            self._arena.give_back(reduction.summed)
-        else:
-            reduction.unit.gradients.add_reduced(reduction.summed, reduction.clears)
+        reduction.unit.gradients.add_reduced(reduction.summed, reduction.voids)

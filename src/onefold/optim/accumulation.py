@@ -66,11 +66,15 @@ class Accumulation:
         self._flag = None
 
     def drop(self) -> None:
-        """The gradients were dropped; the caller's word about the next ``step()`` stands."""
-        self._taken = 0
+        """The gradients were dropped. Micro-steps that were taken stay taken: the loop goes on."""
         self._scales = None
+
+    def restart(self) -> None:
+        """The step begins again, because a window was aborted on all ranks."""
+        self.drop()
+        self._taken = 0
 
     def end_step(self) -> None:
         """The gradients were stepped on."""
-        self.drop()
+        self.restart()
         self._flag = None
