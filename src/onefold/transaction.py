@@ -75,10 +75,13 @@ class Transaction:
         """Open a scope; the outermost makes parameters resident and binds gradients."""
         if not self.keeper.push(scope):
             return
-        if isinstance(scope, GradWindow):
-            self._mark = self._ledger.mark()
-        self._unsharder.enter()
-        self._bind_all()
+        self._mark = self._ledger.mark()
+        try:
+            self._unsharder.enter()
+            self._bind_all()
+        except BaseException as error:  # out of memory on this rank, say: the others must hear
+            self.close(scope, error)
+            raise
 
     def _bind_all(self) -> None:
         """Inside a scope everything is bound, and nobody watches unless a backward is armed."""

@@ -82,12 +82,12 @@ def run_demo(  # noqa: PLR0913, PLR0917
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="The folder for the results.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Optimizer steps, bare ones included.")] = 16,
+    steps: Annotated[int, typer.Option(help="Optimizer steps, bare ones included.")] = 20,
     bare_steps: Annotated[
         int, typer.Option(help="Steps that run without the window, for comparison.")
     ] = 3,
-    batch_size: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 64,
-    mini_batch_size: Annotated[int, typer.Option(help="Texts per backward.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 32,
+    mini_batch_size: Annotated[int, typer.Option(help="Texts per backward.")] = 8,
     tokens: Annotated[int, typer.Option(help="Longer texts are cut.")] = 64,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-5,
 ) -> None:

@@ -49,7 +49,8 @@ def launch(job: Job, num_ranks: int, on_event: Callable[[Event], None], log_path
 def _told(follower: "_Follower", error: torchrun.RankFailed) -> str:
     """What the first rank that failed has said; a killed rank says nothing."""
     if follower.failure is not None:
-        return f"rank {follower.failure['rank']}: {follower.failure['message']}."
+        message = follower.failure["message"].rstrip(".")
+        return f"rank {follower.failure['rank']}: {message}."
     return f"{error}."
 
 

@@ -45,6 +45,7 @@ class Unsharder:
         self.is_resident = True
         for unit in self.gather_order:
             unit.holds += 1
+        for unit in self.gather_order:
             unit.start_unshard()
         for unit in self._first_units:
             # A custom method of the model may read these without any module's forward.
