@@ -1,10 +1,10 @@
 """Engine: the order of calls. No tensor arithmetic here; each station is a file of its own."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -69,10 +69,10 @@ class Engine:
         self._module_hooks = ModuleHooks(parts.plan.blocks, parts.units, unsharder, self._backwards)
         self._transaction = Transaction(parts, self._backwards, self._accumulation, unsharder)
         self._publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
-        self._masters = master.Masters(parts.optimizer, self._trainable)
+        self._masters = master.Masters(parts.optimizer, self._trainable, self.device)
         self._optimizer_hooks = master.adopt(
             parts.optimizer,
-            drop=self._transaction.drop,
+            drop=self._drop,
             before_step=self._before_step,
             after_step=self._after_step,
         )
@@ -171,8 +171,9 @@ class Engine:
         """Reduce whatever is pending and divide; ``step()`` begins with this.
 
         Afterwards ``full_grad``, the norm and the gradients of the optimizer's pieces can be read
-        (and unscaled, by ``torch.amp.GradScaler``). If a gradient is not finite anywhere, a
-        gradient of every rank's piece is made NaN, so that ranks agree about skipping.
+        (and unscaled, by ``torch.amp.GradScaler``). Until the step the optimizer's last param group
+        holds one element more, whose gradient is NaN if any rank's is not finite, so that ranks
+        agree about skipping.
 
         Raises:
             StateError: inside an open scope or a backward, or a backward has failed.
@@ -180,9 +181,8 @@ class Engine:
         """
         self._transaction.refuse_inside("reduce_gradients()")
         self._reduce(Place.REDUCE_GRADIENTS)
-        self._masters.expose()
-        if not torch.isfinite(torch.tensor(self._norm)):
-            self._masters.spoil()
+        assert self._norm is not None
+        self._masters.show_to_scaler(is_finite=math.isfinite(self._norm))
 
     def step(self) -> None:
         """End a micro-step; on the boundary reduce, clip, update and publish.
@@ -244,6 +244,10 @@ class Engine:
         Once something was reduced it must be called on every rank.
         """
         self.optimizer.zero_grad()
+
+    def _drop(self) -> None:
+        self._transaction.drop()
+        self._masters.hide()
 
     # -- accumulation boundary -----------------------------------------------------------------
 

@@ -115,6 +115,7 @@ def grad_cache(
         after = torch.get_rng_state()
         for (encoder, part), state, leaf in zip(chunks, states, cached, strict=True):
             torch.set_rng_state(state)
+            assert leaf.grad is not None
             with torch.enable_grad():
                 surrogate = (encoder(part) * leaf.grad).sum() * scale
                 surrogate.backward() if is_nested else backward(surrogate)
@@ -157,5 +158,5 @@ def assert_state(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+            found[name], tensor, rtol=1e-12, atol=1e-12, msg=f"{name} differs"
         )

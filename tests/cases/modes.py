@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +44,30 @@ class Rooms(nn.Module):
         return loss
 
 
+class Pair(nn.Module):
+    """Two weights that lie in one unit; a forward may leave out the second."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(numel))
+        self.v = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: float, use_v: bool) -> Tensor:
+        loss = (self.w * x).sum()
+        return loss + (self.v * (2 * x)).sum() if use_v else loss
+
+
+class Pairs(nn.Module):
+    """Four pairs; a bucket of two weights is a quarter of the model, so a pair is a unit."""
+
+    def __init__(self, numel: int = 4) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(Pair(numel) for _ in range(4))
+
+    def forward(self, x: float, use_v: bool = True) -> Tensor:
+        return torch.stack([pair(x, use_v) for pair in self.pairs]).sum()
+
+
 def scope(engine: onefold.Engine, mode: str, backwards: int) -> AbstractContextManager[Any]:
     """The with-block of one of ``MODES``."""
     if mode == "window":
@@ -53,6 +77,16 @@ def scope(engine: onefold.Engine, mode: str, backwards: int) -> AbstractContextM
     if mode == "no_sync":
         return engine.no_sync()
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def during(*names: object) -> Iterator[None]:
+    """A failure of the body says what it ran: a test may go through several modes on one engine."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"during {', '.join(map(str, names))}")
+        raise
 
 
 def run(engine: onefold.Engine, mode: str, losses: Sequence[Callable[[], Tensor]]) -> None:
@@ -138,6 +172,12 @@ def assert_traffic(engine: onefold.Engine, mark: Any, wanted: dict[str, int]) ->
     assert found == wanted, f"collectives {found}, expected {wanted}"
 
 
+def assert_num_reductions(engine: onefold.Engine, stage: int, mark: Any, wanted: int) -> None:
+    """The same for reductions alone, where the test itself gathers in between."""
+    found = rig.counts(engine, mark).get("all_reduce" if stage == 0 else "reduce_scatter", 0)
+    assert found == wanted, f"{found} reductions, expected {wanted}"
+
+
 def assert_weights(engine: onefold.Engine, wanted: dict[str, Tensor]) -> None:
     """The full weights are exactly ``wanted``, on every rank."""
     found = rig.weights(engine)
@@ -186,3 +226,44 @@ class Reference:
         """The state dict after one step of SGD at lr 1."""
         torch.optim.SGD(self.module.parameters(), lr=1.0).step()
         return self.module.state_dict()
+
+
+class Shadow:
+    """A plain torch optimizer over whole copies of the parameters, fed with averaged gradients.
+
+    An elementwise update has the same bits wherever shards are cut, because they are cut at 64
+    bytes (``wire/layout.py``), so engine and shadow are compared with torch.equal.
+    """
+
+    def __init__(self, module: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.params = {name: p.detach().clone() for name, p in module.named_parameters()}
+        for param in self.params.values():
+            param.requires_grad_(True)
+        self.optimizer = make(list(self.params.values()))
+
+    def step(self, gradients: dict[str, float | None]) -> None:
+        """One step with every element's gradient; None leaves the parameter alone."""
+        for name, param in self.params.items():
+            value = gradients[name]
+            param.grad = None if value is None else torch.full_like(param, value)
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What ``full_state_dict`` of the engine must be."""
+        return {name: param.detach() for name, param in self.params.items()}
+
+
+def assert_reductions(
+    ctx: RankContext, engine: onefold.Engine, stage: int, mark: Any, reductions: int, gathers: int
+) -> None:
+    """For bare passes at stage 3 that use less than the pass before: the reductions exactly.
+
+    Such a pass may gather what the one before it used next, so ``gathers`` is a lower bound there,
+    and a second gather of every unit used the upper one.
+    """
+    found = rig.counts(engine, mark)
+    wanted = traffic(ctx, engine, stage, reductions=reductions, gathers=gathers)
+    if stage == 3:
+        guessed = found.pop("all_gather", 0) - wanted.pop("all_gather", 0)
+        assert 0 <= guessed <= gathers, f"{guessed} gathers more than {gathers}"
+    assert found == wanted, f"collectives {found}, expected {wanted}"

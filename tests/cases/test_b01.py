@@ -4,32 +4,34 @@ overwrites what it published, so only the last backward's gradient reaches the s
 N backwards without any context must be summed just as inside one.
 """
 
+import itertools
+
 import pytest
 
 from tests import rig
-from tests.cases.modes import MODES, assert_traffic, house, run, scope, usual
+from tests.cases.modes import MODES, assert_traffic, during, house, run, scope, usual
 from tests.harness import RankContext, distributed
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("declared", [None, 1])
 @distributed(world_size=2)
 def test_every_backward_reaches_the_step(
-    ctx: RankContext, stage: int, mode: str, declared: int | None
+    ctx: RankContext, stage: int, declared: int | None
 ) -> None:
     config = {} if declared is None else {"gradient_accumulation_steps": declared}
     engine = rig.start(ctx, rig.House(), stage, config=config)
     total = 0.0
-    for backwards in (2, 1, 4):
-        mark = engine.ledger.mark()
-        run(engine, mode, house(engine, ctx.rank, range(backwards)))
-        engine.step()
-        wanted = usual(ctx, engine, stage, mode, backwards, declared=declared)
-        assert_traffic(engine, mark, wanted)
-        total += rig.expected(ctx.world_size, backwards)
-        rig.assert_change(engine, total)
-        rig.assert_ranks_equal(engine)
+    for mode, backwards in itertools.product(MODES, (2, 1, 4)):
+        with during(mode, backwards):
+            mark = engine.ledger.mark()
+            run(engine, mode, house(engine, ctx.rank, range(backwards)))
+            engine.step()
+            wanted = usual(ctx, engine, stage, mode, backwards, declared=declared)
+            assert_traffic(engine, mark, wanted)
+            total += rig.expected(ctx.world_size, backwards)
+            rig.assert_change(engine, total)
+            rig.assert_ranks_equal(engine)
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)

@@ -13,6 +13,7 @@ from tests.cases.modes import (
     Rooms,
     assert_rooms,
     assert_traffic,
+    during,
     house,
     num_units,
     one_by_one,
@@ -25,28 +26,28 @@ BACKWARDS = 6
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("explicitly", [False, True], ids=["at_step", "reduce_gradients"])
 @distributed(world_size=2)
-def test_growth_is_linear(ctx: RankContext, stage: int, mode: str, explicitly: bool) -> None:
+def test_growth_is_linear(ctx: RankContext, stage: int, explicitly: bool) -> None:
     """Each backward in a with-block of its own; with reduce_gradients() after each, or not."""
     engine = rig.start(ctx, Rooms(3, 5), stage, zero=TINY)
-    mark = engine.ledger.mark()
-    for k in range(BACKWARDS):
-        run(engine, mode, house(engine, ctx.rank, [k]))
-        if explicitly:
-            engine.reduce_gradients()
-    engine.step()
-
     assert num_units(engine) == 2
-    if explicitly:
-        gathers = 2 * BACKWARDS * (2 if mode == "bare" else 1)
-        wanted = traffic(ctx, engine, stage, reductions=2 * BACKWARDS, gathers=gathers)
-    else:
-        wanted = one_by_one(ctx, engine, stage, mode, BACKWARDS)
-    assert_traffic(engine, mark, wanted)
-    gradient = rig.expected(ctx.world_size, BACKWARDS)
-    assert_rooms(engine, [gradient, 2 * gradient])
+    total = 0.0
+    for mode in MODES:
+        with during(mode):
+            mark = engine.ledger.mark()
+            for k in range(BACKWARDS):
+                run(engine, mode, house(engine, ctx.rank, [k]))
+                if explicitly:
+                    engine.reduce_gradients()
+            engine.step()
+            wanted = one_by_one(ctx, engine, stage, mode, BACKWARDS)
+            if explicitly:
+                gathers = 2 * BACKWARDS * (2 if mode == "bare" else 1)
+                wanted = traffic(ctx, engine, stage, reductions=2 * BACKWARDS, gathers=gathers)
+            assert_traffic(engine, mark, wanted)
+            total += rig.expected(ctx.world_size, BACKWARDS)
+            assert_rooms(engine, [total, 2 * total])
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
@@ -54,7 +55,7 @@ def test_growth_is_linear(ctx: RankContext, stage: int, mode: str, explicitly: b
 def test_the_average_is_right_after_each_reduction(ctx: RankContext, stage: int) -> None:
     """The growth itself, seen through full_grad: linear at every point, not only at the end."""
     engine = rig.start(ctx, rig.House(), stage)
-    w = engine.module.w
+    w = engine.module.get_parameter("w")
     for k in range(BACKWARDS):
         engine.backward(engine(rig.x_of(ctx.rank, k)))
         engine.reduce_gradients()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests import rig
-from tests.cases.modes import MODES, assert_traffic, scope, usual
+from tests.cases.modes import MODES, assert_num_reductions, assert_traffic, during, scope, usual
 from tests.harness import RankContext, distributed
 
 MICRO_STEPS = 2
@@ -41,20 +41,21 @@ def global_mean(world_size: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
-@pytest.mark.parametrize("mode", MODES)
 @distributed(world_size=[2, 4])
-def test_sum_over_ranks_and_a_global_count(ctx: RankContext, stage: int, mode: str) -> None:
+def test_sum_over_ranks_and_a_global_count(ctx: RankContext, stage: int) -> None:
     """gradient_allreduce_op "sum" and no k: nothing is divided but by the caller."""
     engine = rig.start(ctx, Tokens(), stage, config={"gradient_allreduce_op": "sum"})
     wanted, total = global_mean(ctx.world_size)
-    mark = engine.ledger.mark()
-    with scope(engine, mode, MICRO_STEPS):
-        for k in range(MICRO_STEPS):
-            engine.backward(engine(tokens(ctx.rank, k)).sum() / total)
-    engine.step()
-    assert_traffic(engine, mark, usual(ctx, engine, stage, mode, MICRO_STEPS))
-    rig.assert_change(engine, wanted)
-    rig.assert_ranks_equal(engine)
+    for steps, mode in enumerate(MODES, start=1):
+        with during(mode):
+            mark = engine.ledger.mark()
+            with scope(engine, mode, MICRO_STEPS):
+                for k in range(MICRO_STEPS):
+                    engine.backward(engine(tokens(ctx.rank, k)).sum() / total)
+            engine.step()
+            assert_traffic(engine, mark, usual(ctx, engine, stage, mode, MICRO_STEPS))
+            rig.assert_change(engine, steps * wanted)
+            rig.assert_ranks_equal(engine)
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
@@ -64,11 +65,13 @@ def test_micro_steps_and_a_global_count(ctx: RankContext, stage: int, mode: str)
     """With k declared, scale_wrt_gas=False says so; W in the loss cancels the mean over ranks."""
     engine = rig.start(ctx, Tokens(), stage, config={"gradient_accumulation_steps": MICRO_STEPS})
     wanted, total = global_mean(ctx.world_size)
+    mark = engine.ledger.mark()
     for k in range(MICRO_STEPS):
         loss = engine(tokens(ctx.rank, k)).sum() * ctx.world_size / total
         with scope(engine, mode, 1):
             engine.backward(loss, scale_wrt_gas=False)
         engine.step()
+    assert_num_reductions(engine, stage, mark, MICRO_STEPS if stage >= 2 else 1)
     rig.assert_change(engine, wanted)
     rig.assert_ranks_equal(engine)
 

@@ -4,6 +4,8 @@ backwards that never come, or sends before the last one, when the next step has 
 Every step stands for itself: right, and reduced once per unit, whatever N was before.
 """
 
+import itertools
+
 import pytest
 
 from tests import rig
@@ -13,6 +15,7 @@ from tests.cases.modes import (
     Rooms,
     assert_rooms,
     assert_traffic,
+    during,
     house,
     num_units,
     run,
@@ -25,19 +28,19 @@ NUMBERS = (2, 1, 3, 2)
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
-@pytest.mark.parametrize("mode", MODES)
 @distributed(world_size=[2, 3])
-def test_every_number_of_backwards(ctx: RankContext, stage: int, mode: str) -> None:
+def test_every_number_of_backwards(ctx: RankContext, stage: int) -> None:
     engine = rig.start(ctx, Rooms(3, 17, 1), stage, zero=TINY)
     assert num_units(engine) == 3
     total = 0.0
-    for backwards in NUMBERS:
-        mark = engine.ledger.mark()
-        run(engine, mode, house(engine, ctx.rank, range(backwards)))
-        engine.step()
-        assert_traffic(engine, mark, usual(ctx, engine, stage, mode, backwards))
-        total += rig.expected(ctx.world_size, backwards)
-        assert_rooms(engine, [total, 2 * total, 3 * total])
+    for mode, backwards in itertools.product(MODES, NUMBERS):
+        with during(mode, backwards):
+            mark = engine.ledger.mark()
+            run(engine, mode, house(engine, ctx.rank, range(backwards)))
+            engine.step()
+            assert_traffic(engine, mark, usual(ctx, engine, stage, mode, backwards))
+            total += rig.expected(ctx.world_size, backwards)
+            assert_rooms(engine, [total, 2 * total, 3 * total])
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)

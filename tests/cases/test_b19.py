@@ -47,7 +47,7 @@ def loss_of(module: nn.Module, rank: int, k: int) -> Tensor:
 
 @pytest.mark.parametrize("stage", rig.STAGES)
 @pytest.mark.parametrize("mode", SCOPES)
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 def test_forward_outside_backward_inside(ctx: RankContext, stage: int, mode: str) -> None:
     """Kept: nothing is reduced inside, and the whole step is one reduction per unit."""
     reference = Reference(Chain(), ctx.world_size)
@@ -70,7 +70,7 @@ def test_forward_outside_backward_inside(ctx: RankContext, stage: int, mode: str
 
 @pytest.mark.parametrize("stage", rig.STAGES)
 @pytest.mark.parametrize("mode", SCOPES)
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 def test_forward_inside_backward_outside(ctx: RankContext, stage: int, mode: str) -> None:
     """Not kept: at stages 2-3 each of the bare backwards is reduced as it goes."""
     reference = Reference(Chain(), ctx.world_size)

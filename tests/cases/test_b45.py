@@ -1,5 +1,5 @@
 """B45. A function that runs backwards inside its forward (a chunked loss): gradients that appear
-during the forward, and through autograd.grad, must be counted once and not be lost or reduced twice.
+during the forward, and through autograd.grad, must be counted once: not lost, not reduced twice.
 """
 
 import copy
@@ -30,6 +30,7 @@ class ChunkedLoss(torch.autograd.Function):
                 leaf = part.detach().requires_grad_()
                 loss = F.cross_entropy(head(leaf), target, reduction="sum") * scale
                 loss.backward()
+            assert leaf.grad is not None
             grads.append(leaf.grad)
             total += loss.detach()
         ctx.save_for_backward(torch.cat(grads))
@@ -60,7 +61,9 @@ class Model(nn.Module):
         self.embed = nn.Embedding(11, 5)
         self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.norm = nn.LayerNorm(5)
-        self.head = Head(self.embed.weight if ties else nn.Parameter(torch.randn(11, 5)))
+        weight = self.embed.weight if ties else nn.Parameter(torch.randn(11, 5))
+        assert isinstance(weight, nn.Parameter)
+        self.head = Head(weight)
         self.is_chunked = True
         self.double()
 
@@ -122,7 +125,7 @@ def test_a_chunked_loss_in_a_window(
 
 @distributed()
 @pytest.mark.parametrize("ties", [False, True], ids=["own head", "tied head"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["bare", "armed", "no_sync"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_chunked_loss_in_every_mode(ctx: RankContext, stage: int, mode: str, ties: bool) -> None:
     model = Model(ties=ties)

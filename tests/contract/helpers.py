@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.wire.buffer import Arena
 from tests.harness import RankContext
 from tests.rig import STAGES, House, Tower, gathered, start, weights, x_of
 
@@ -45,7 +46,8 @@ def params_of(engine: onefold.Engine) -> list[nn.Parameter]:
     """Houses 0, 1, 2 and the gate, in the order of ``Street.forward``'s numbers."""
     module = engine.module
     assert isinstance(module, Street)
-    return [*(house.w for house in module.houses), module.gate]  # type: ignore[union-attr,misc]
+    named = dict(module.named_parameters())
+    return [*(named[f"houses.{i}.w"] for i in range(3)), module.gate]
 
 
 class Books:
@@ -105,7 +107,7 @@ def count(program: Program) -> int:
 
 
 def run_program(
-    engine: onefold.Engine, program: Program, backward: Callable[[int], None], first: int = 0
+    engine: onefold.Engine, program: Program, backward: Callable[[int], object], first: int = 0
 ) -> int:
     """Run ``program``, calling ``backward(k)`` with k from ``first``; the next k."""
     for item in program:
@@ -177,13 +179,13 @@ class BackwardInForward(torch.autograd.Function):
     """Runs a whole forward and backward of its own inside its forward (as cached losses do)."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Tensor]) -> Tensor:
         with torch.enable_grad():
             run().backward()
         return trigger.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -197,12 +199,12 @@ class ReplayInBackward(torch.autograd.Function):
     """Runs a forward and backward inside its backward (as reentrant checkpoints do)."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, trigger: Tensor, run: Callable[[], Tensor]) -> Tensor:
         ctx.run = run
         return trigger.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         with torch.enable_grad():
             ctx.run().backward(grad)
         return None, None
@@ -267,7 +269,12 @@ def feed(
 
 def trainable(engine: onefold.Engine) -> list[Any]:
     """The trainable units' specs, in plan order."""
-    return [unit for unit in engine._plan.units if unit.is_trainable]
+    return [unit.spec for unit in engine._units if unit.spec.is_trainable]
+
+
+def arena(engine: onefold.Engine) -> Arena:
+    """Where the engine leases its full-size buffers."""
+    return engine._transaction._arena
 
 
 def mixed(parts: Sequence[Any], depth: int, draw: Callable[[int], int]) -> Iterator[Any]:

@@ -140,9 +140,9 @@ def test_create_graph(ctx: RankContext, stage: int, loss: str) -> None:
         books.check(engine, program)
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_programs_are_exact(ctx: RankContext, stage: int, seed: int) -> None:
     """The same random scopes, ways and subsets of parameters on every rank, for many steps."""
     draw = random.Random(seed).randrange

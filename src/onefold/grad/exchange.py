@@ -57,31 +57,34 @@ def exchange(
     Raises:
         RankMismatchError: ranks stand at different places, launched different reductions outside a
             window, or dropped reduced gradients on some ranks only. Raised on every rank.
-    Communication: one all-reduce of (units + 2 * parameters + 7) integers on the control group.
+    Communication: one all-reduce of (units + 2 * parameters + 7) integers on the control group;
+        where ranks launched different reductions, their logs and one more all-reduce.
     """
-    drops = zlib.crc32(repr([unit.gradients.drops for unit in units]).encode()) >> 1
-    launched = len(reducer.log)
+    drops = _hash([unit.gradients.drops for unit in units])
+    launched = _hash([launch.unit_index for launch in reducer.log])
     head = [place, -place, launched, -launched, drops, -drops, int(failure is not None)]
-    pending = [int(unit.gradients.is_pending) for unit in units]
+    pending = _pending(units)
     touched = [int(flag) for unit in units for flag in unit.gradients.touched]
     voids = [count for unit in units for count in unit.gradients.voids]
     largest = control.largest([*head, *pending, *touched, *voids])
-    last, first, longest, shortest, most, least, failed, *flags = largest
+    last, first, more, fewer, most, least, failed, *flags = largest
     if last != -first:
         places = {rank: Place(at).call for rank, at in enumerate(control.gather(int(place)))}
         raise RankMismatchError(
             f"ranks came to an exchange at different places: {places}. Every rank must open and "
             "close the same windows and call step() equally often."
         )
-    logs = [reducer.log] * control.size if longest == -shortest else control.gather(reducer.log)
-    failures: dict[int, str] = {}
-    try:
-        reducer.catch_up(logs)
-    except RuntimeError as error:
-        if not failed:
-            raise
-        log.warning("reductions of a failed window could not be brought level: %s", error)
+    is_pending, per_slot = flags[: len(units)], flags[len(units) :]
+    if more != -fewer:
+        try:
+            reducer.catch_up(control.gather(reducer.log))
+        except RuntimeError as error:
+            if not failed:
+                raise
+            log.warning("reductions of a failed window could not be brought level: %s", error)
+        is_pending = control.largest(_pending(units))  # what was just launched is not any more
     reducer.start_afresh()
+    failures: dict[int, str] = {}
     if failed:
         reasons = control.gather(failure)
         failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
@@ -90,13 +93,21 @@ def exchange(
             "gradients that had been reduced were dropped (zero_grad(), or a parameter's grad set "
             "to None) on some ranks only. Drop them on every rank, or on none."
         )
-    is_pending, per_slot = flags[: len(units)], flags[len(units) :]
     _tell(units, per_slot[: len(touched)], per_slot[len(touched) :])
     return Agreement(
         failures,
         [unit for unit, flag in zip(units, is_pending, strict=True) if flag],
         any(per_slot[: len(touched)]),
     )
+
+
+def _pending(units: Sequence[Unit]) -> list[int]:
+    return [int(unit.gradients.is_pending) for unit in units]
+
+
+def _hash(value: object) -> int:
+    """31 bits that tell whether ranks hold the same."""
+    return zlib.crc32(repr(value).encode()) >> 1
 
 
 def _tell(units: Sequence[Unit], touched: Sequence[int], voids: Sequence[int]) -> None:

@@ -39,6 +39,7 @@ class ReadyHooks:
         self._reducer = reducer
         self._arming = arming
         self._ready: dict[int, set[int]] = {unit.index: set() for unit in units}
+        self._awaited: dict[int, int] = {}
         self._handles: list[RemovableHandle] = []
         backwards.on_begin.append(self._begin)
 
@@ -91,8 +92,10 @@ class ReadyHooks:
 
     def _completes(self, unit: Unit, index: int) -> bool:
         ready = self._ready[unit.index]
+        if not ready:
+            self._awaited[unit.index] = sum(param.requires_grad for param in unit.params)
         ready.add(index)
-        return len(ready) >= sum(param.requires_grad for param in unit.params)
+        return len(ready) >= self._awaited[unit.index]
 
 
 def _hooks(

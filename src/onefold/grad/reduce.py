@@ -29,7 +29,7 @@ summed, one being sent."""
 class Launch(NamedTuple):
     """An entry of the log."""
 
-    index: int
+    unit_index: int
     voids: tuple[int, ...]
 
 
@@ -125,7 +125,8 @@ class Reducer:
         longest = max(logs, key=len)
         for rank, log in enumerate(logs):
             theirs, expected = (
-                [self._units[one.index].name for one in each[: len(log)]] for each in (log, longest)
+                [self._units[one.unit_index].name for one in each[: len(log)]]
+                for each in (log, longest)
             )
             if theirs != expected:
                 raise RankMismatchError(
@@ -133,8 +134,8 @@ class Reducer:
                     f"units; rank {rank} reduced {theirs}, another rank {expected}. Put backwards "
                     "that differ between ranks inside coalesce_grad_reduction()."
                 )
-        for index, voids in longest[len(self.log) :]:
-            self.launch(self._units[index], voids)
+        for unit_index, voids in longest[len(self.log) :]:
+            self.launch(self._units[unit_index], voids)
 
     def start_afresh(self) -> None:
         """The ranks have exchanged and agree: begin a new log."""

@@ -37,8 +37,8 @@ class _DropsPending(Optimizer):
 class Masters:
     """The pieces of one rank, in the optimizer's param groups."""
 
-    def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, units: Sequence[Unit], device: torch.device) -> None:
+        self._groups = optimizer.param_groups
         self._pieces: list[tuple[Unit, int, Tensor]] = []
         piece_of: dict[int, Tensor] = {}
         for unit in units:
@@ -47,25 +47,39 @@ class Masters:
                 piece = unit.master[offset : offset + numel].detach()
                 self._pieces.append((unit, index, piece))
                 piece_of[id(slot.param)] = piece
+        self._witness = torch.zeros(1, device=device)
         for group in optimizer.param_groups:
             group["params"] = [piece_of[id(param)] for param in group["params"]]
 
     def expose(self) -> None:
         """Give every piece its reduced gradient; None where no rank touched the parameter."""
+        self._remove_witness()
         for unit, index, piece in self._pieces:
             piece.grad = unit.gradients.piece(index)
 
-    def spoil(self) -> None:
-        """Make one gradient of this rank NaN: some rank's is, and all must see it."""
-        for _, _, piece in self._pieces:
-            if piece.grad is not None:
-                piece.grad[:1] = float("nan")
-                return
+    def show_to_scaler(self, is_finite: bool) -> None:
+        """Expose, and add a witness: one element whose gradient is finite if every rank's is.
+
+        A ``GradScaler`` looks at this rank's pieces alone, of which none may have a gradient; the
+        witness makes all ranks see the same. It goes when the gradients do.
+        """
+        self.expose()
+        self._witness.grad = torch.full((1,), 0.0 if is_finite else float("nan"))
+        self._witness.grad = self._witness.grad.to(self._witness.device)
+        params = self._groups[-1]["params"]
+        if params[-1] is not self._witness:
+            params.append(self._witness)
 
     def hide(self) -> None:
         """Take the gradients away again, so that a stray step changes nothing."""
         for _, _, piece in self._pieces:
             piece.grad = None
+        self._remove_witness()
+
+    def _remove_witness(self) -> None:
+        params = self._groups[-1]["params"]
+        if params[-1] is self._witness:
+            params.pop()
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:

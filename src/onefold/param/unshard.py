@@ -67,9 +67,11 @@ class Unsharder:
 
     def hold(self, block: int) -> None:
         """A forward of ``block`` begins."""
-        for unit in self._block_units[block]:
+        units = self._block_units[block]
+        is_first = not any(unit.holds for unit in units)  # else a module around it came before
+        for unit in units:
             unit.hold()
-        if not self.is_resident:
+        if is_first:
             self._gather_ahead("forward", block)
 
     def release(self, block: int) -> None:
