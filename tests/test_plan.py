@@ -87,7 +87,8 @@ def test_units_split_by_dtype_and_trainability() -> None:
 
 
 def test_own_strides_are_kept() -> None:
-    model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    model = nn.Conv2d(4, 6, 3)
+    model.weight.data = model.weight.data.to(memory_format=torch.channels_last)
     (unit,) = {u for u in plan_of(model, 3).units if u.slots[0].name == "weight"}
     assert unit.slots[0].stride == model.weight.stride() != (36, 9, 3, 1)
 

@@ -158,8 +158,12 @@ class Player:
             raise OnPurpose
 
     def zero(self, api: str) -> None:
-        owner = {"engine": self.engine, "optimizer": self.engine.optimizer}
-        owner.get(api, self.engine.module).zero_grad()
+        if api == "engine":
+            self.engine.zero_grad()
+        elif api == "optimizer":
+            self.engine.optimizer.zero_grad()
+        else:
+            self.engine.module.zero_grad()
 
     def boundary(self, flag: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(flag)

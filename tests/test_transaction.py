@@ -3,7 +3,7 @@
 import pytest
 
 import onefold
-from onefold.unit import Gradients
+from onefold.gradients import Gradients
 from tests.harness import RankContext, distributed
 from tests.rig import STAGES, House, assert_change, assert_ranks_equal, expected, start, x_of
 

@@ -142,7 +142,8 @@ class Engine:
 
         Args:
             backwards: how many outermost backwards there will be, if known; the last one then
-                hides the reductions behind itself.
+                hides the reductions behind itself. Where gradients are Partial, and several windows
+                of one step share one reduction, say it in the last window only.
 
         Returns:
             A context manager that yields itself, a ``GradWindow``, as report.

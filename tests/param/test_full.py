@@ -12,9 +12,10 @@ from tests.rig import STAGES, House, Tower, assert_ranks_equal, start, weights, 
 @distributed(world_size=[1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_writes_reach_the_masters(ctx: RankContext, stage: int) -> None:
-    engine = start(ctx, House(), stage)
+    model = House()
+    engine = start(ctx, model, stage)
     with engine.full_parameters(), torch.no_grad():
-        engine.module.w.fill_(4.0)
+        model.w.fill_(4.0)
     assert torch.equal(weights(engine)["w"], torch.full((7,), 4.0))
     engine.backward(engine(x_of(0, 1)))  # the same on every rank: the average is 2
     engine.step()
@@ -25,17 +26,19 @@ def test_writes_reach_the_masters(ctx: RankContext, stage: int) -> None:
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_different_writes_are_refused_on_every_rank(ctx: RankContext, stage: int) -> None:
-    engine = start(ctx, Tower(), stage)
+    model = Tower()
+    engine = start(ctx, model, stage)
     with pytest.raises(onefold.RankMismatchError, match="differ between rank 0 and rank 1"):  # noqa: SIM117
         with engine.full_parameters(), torch.no_grad():
-            engine.module.head.bias.fill_(float(ctx.rank))
+            model.head.bias.fill_(float(ctx.rank))
 
 
 @distributed(world_size=2)
 def test_an_array_of_a_parameter_does_not_pin_its_memory(ctx: RankContext) -> None:
-    engine = start(ctx, House(), 3)
+    model = House()
+    engine = start(ctx, model, 3)
     with engine.full_parameters():
-        array = engine.module.w.detach().numpy()
+        array = model.w.detach().numpy()
         assert array.sum() == 0
     engine.backward(engine(x_of(ctx.rank, 0)))
     engine.step()
@@ -53,6 +56,8 @@ def test_step_inside_is_refused(ctx: RankContext, stage: int) -> None:
 
 
 class Tied(nn.Module):
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 4)

@@ -1,5 +1,7 @@
 """Models built on the meta device get rank 0's first weights, block by block."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,9 @@ def reset_tower(seed: int) -> dict[str, torch.Tensor]:
     model = Tower(dtype=torch.float32)
     torch.manual_seed(seed)
     for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -69,8 +72,9 @@ def test_persistent_buffers_are_filled_and_broadcast(ctx: RankContext, stage: in
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     engine = start(ctx, model, stage)
-    assert torch.equal(model[1].running_var, torch.ones(3))
-    assert int(model[1].num_batches_tracked) == 0
+    buffers = dict(model.named_buffers())
+    assert torch.equal(buffers["1.running_var"], torch.ones(3))
+    assert int(buffers["1.num_batches_tracked"]) == 0
     engine.backward(engine(ctx.data(4, 3)).sum())
     engine.step()
 
@@ -113,11 +117,11 @@ def test_no_rank_holds_the_whole_model(ctx: RankContext) -> None:
 
     original = Unit.__init__
 
-    def remember(self: Unit, *args: object) -> None:
-        original(self, *args)  # type: ignore[arg-type]
-        units.append(self)
+    def remember(unit: Unit, *args: Any) -> None:
+        original(unit, *args)
+        units.append(unit)
 
-    Unit.__init__ = remember  # type: ignore[method-assign]
+    setattr(Unit, "__init__", remember)  # noqa: B010 (mypy knows no other way)
     ctx.cleanup(setattr, Unit, "__init__", original)
     with torch.device("meta"):
         model = nn.Sequential(*(Watched(8, 8) for _ in range(6)))
