@@ -33,11 +33,13 @@ class Block:
         name: the block's module, or the first parameter of its bucket.
         units: indices of its units in the plan.
         modules: modules whose forward needs the block: its own, and each that owns a parameter.
+        is_root: it holds what is in no repeated block.
     """
 
     name: str
     units: tuple[int, ...]
     modules: tuple[nn.Module, ...]
+    is_root: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def build_plan(
         bucket_numel, note = _bucket_numel(config, members.values())
         notes.append(note)
         groups = _by_bucket(module, members, bucket_numel)
-    blocks, units = _units_of(groups, home, num_shards)
+    blocks, units = _units_of(module, groups, home, num_shards)
     told = tuple(note for note in notes if note)
     return Plan(home, blocks, units, num_shards, world_size // num_shards, told)
 
@@ -237,7 +239,10 @@ def _repeated_blocks(
     module: nn.Module, block_classes: Sequence[str]
 ) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules that are unsharded as a whole, in registration order."""
-    named = set(block_classes) or set(getattr(module, "_no_split_modules", None) or ())
+    named = set(block_classes)
+    if not named:
+        for child in module.modules():
+            named.update(getattr(child, "_no_split_modules", None) or ())
     seen: set[int] = set()
 
     def visit(prefix: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -267,6 +272,7 @@ def _owners(module: nn.Module, members: Iterable[_Member]) -> list[nn.Module]:
 
 
 def _units_of(
+    module: nn.Module,
     groups: Iterable[tuple[str, list[_Member], tuple[nn.Module, ...]]],
     home: Placements,
     num_shards: int,
@@ -288,7 +294,8 @@ def _units_of(
             units.append(
                 UnitSpec(len(units), name, tuple(slots), layout, dtype, device, is_trainable, home)
             )
-        blocks.append(Block(block_name, tuple(indices), modules))
+        is_root = home.shards_parameters and modules[0] is module
+        blocks.append(Block(block_name, tuple(indices), modules, is_root))
     return tuple(blocks), tuple(units)
 
 

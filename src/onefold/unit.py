@@ -106,8 +106,9 @@ class Unit:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat`` ``[N]`` in the shapes and strides of the parameters."""
+        begin = flat.storage_offset()  # as_strided counts from the start of the storage
         return [
-            flat.as_strided(slot.size, slot.stride, offset)
+            flat.as_strided(slot.size, slot.stride, begin + offset)
             for slot, offset in zip(self.slots, self.layout.offsets, strict=True)
         ]
 

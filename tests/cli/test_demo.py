@@ -154,7 +154,7 @@ def test_batches_of_ranks() -> None:
 
 
 def test_pairs_survive_the_file(tmp_path: Path) -> None:
-    pairs = [Pair("caf\u00e9 \u2028 \U0001f600", "a\nb\r\n\tc"), Pair("x", "y")]
+    pairs = [Pair("\u00fcber \u2028 \U0001f600", "a\nb\r\n\tc"), Pair("x", "y")]
     write_pairs(tmp_path / "pairs.jsonl", pairs)
     assert read_pairs(tmp_path / "pairs.jsonl") == pairs
 

@@ -92,7 +92,7 @@ def test_house_is_exact_for_any_number_of_backwards(ctx: RankContext, stage: int
 PLACES: list[Program] = [[2], [("window", [2])], [("armed", [2])], [("no_sync", [2])], ["mark", 1]]
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_whichever_api_ran_the_backward(ctx: RankContext, stage: int) -> None:
     engine = street(ctx, stage)
@@ -111,7 +111,7 @@ def test_whichever_api_ran_the_backward(ctx: RankContext, stage: int) -> None:
             books.check(engine, (name, program))
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[1, 2])
 @pytest.mark.parametrize("loss", ["linear", "curved"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_create_graph(ctx: RankContext, stage: int, loss: str) -> None:
@@ -199,7 +199,7 @@ def test_boundaries(ctx: RankContext, stage: int, managed: bool) -> None:
 # `.grad` is the truth: what the user does to it is in the sum, once.
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[1, 3])
 @pytest.mark.parametrize("scope", ["window", "no_sync"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_the_user_makes_of_grad_is_taken(ctx: RankContext, stage: int, scope: str) -> None:
@@ -263,7 +263,7 @@ def test_a_caught_failure_dooms_the_window(ctx: RankContext, stage: int, kind: s
     engine = street(ctx, stage)
     books = Books(ctx.world_size)
     culprit = ctx.world_size - 1
-    for how, position in product(HOWS, range(3)):
+    for how, position in product(HOWS, (0, 2)):
 
         def body(k: int, how: str = how, position: int = position) -> None:
             if k == position and ctx.rank == culprit:
@@ -363,7 +363,7 @@ def test_a_failure_before_a_scope_is_never_stepped_on(
     _go_on(ctx, engine, books, later)
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[1, 2])
 @pytest.mark.parametrize("outer", ["window", "armed", "no_sync"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_nested_window_that_raised_dooms_the_outermost(

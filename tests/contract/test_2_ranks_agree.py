@@ -41,9 +41,19 @@ def train(ctx: RankContext, engine: onefold.Engine, program: Program, key: int) 
 
 
 @distributed(world_size=WORLDS)
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("stage", STAGES)
-def test_bit_equal_after_every_step(ctx: RankContext, stage: int, optimizer: str) -> None:
+def test_bit_equal_after_every_step(ctx: RankContext, stage: int) -> None:
+    check_every_step(ctx, stage, "adamw")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bit_equal_with_other_optimizers(ctx: RankContext, stage: int, optimizer: str) -> None:
+    check_every_step(ctx, stage, optimizer)
+
+
+def check_every_step(ctx: RankContext, stage: int, optimizer: str) -> None:
     config = {"gradient_clipping": 0.5}
     engine = start(ctx, tower(ctx), stage, optimizer=OPTIMIZERS[optimizer], config=config)
     assert_ranks_equal(engine)
@@ -56,7 +66,7 @@ def test_bit_equal_after_every_step(ctx: RankContext, stage: int, optimizer: str
     assert all(not torch.equal(first[name], last[name]) for name in first), "something stood still"
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 @pytest.mark.parametrize("transport", ["native", "direct"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_bit_equal_with_either_transport(ctx: RankContext, stage: int, transport: str) -> None:
@@ -97,7 +107,7 @@ class WithBuffers(torch.nn.Module):
         self.register_buffer("numbers", torch.full((3,), int(value)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.get_buffer("scale") * self.get_buffer("hidden")
+        return self.linear(x) * self.get_buffer("scale")
 
 
 @distributed(world_size=WORLDS)

@@ -99,7 +99,7 @@ ERRORS: dict[str, Callable[[Attempt], None]] = {
 }
 
 
-@distributed(world_size=[1, 2, 3])
+@distributed(world_size=[1, 2])
 @pytest.mark.parametrize("said", list(ERRORS))
 def test_an_error_of_one_rank_is_raised_on_all(ctx: RankContext, said: str) -> None:
     """The rank itself gets its own error, the others one that quotes it."""
@@ -189,7 +189,7 @@ DIFFERENCES: dict[str, Callable[[Attempt], None]] = {
 }
 
 
-@distributed(world_size=[2, 3])
+@distributed(world_size=3)
 @pytest.mark.parametrize("difference", list(DIFFERENCES))
 def test_what_differs_between_ranks_is_raised_on_all(ctx: RankContext, difference: str) -> None:
     """Each would step the ranks apart, or hang them, if it were let through."""
@@ -324,7 +324,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@distributed(world_size=[1, 2])
+@distributed(world_size=2)
 @pytest.mark.parametrize("write", list(WRITES))
 @pytest.mark.parametrize("index", [0, 1])
 def test_freed_parameters_are_never_written_in_silence(

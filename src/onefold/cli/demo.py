@@ -190,7 +190,7 @@ def _train_and_report(
     from onefold.cli.timeline import draw
 
     pairs_per_step = options.nproc * options.batch_size
-    setting = f"{Path(options.model).name}, {options.nproc} ranks, stage {options.stage}"
+    setting = f"{Path(options.model).name}, {options.nproc} rank(s), stage {options.stage}"
     console.print(
         f"{setting}: {options.steps} steps of {pairs_per_step} pairs, {options.bare_steps} of them "
         "without the window",

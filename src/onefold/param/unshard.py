@@ -30,10 +30,9 @@ class Unsharder:
         self.is_resident = False
         # Registration order: what forward uses first comes first.
         self.gather_order = [unit for block in reversed(self._block_units) for unit in block]
-        if blocks and blocks[-1].name == "root":
-            self._first_units = self._block_units[-1]
-        else:
-            self._first_units = []
+        self._root_units = [
+            units[index] for block in blocks if block.is_root for index in block.units
+        ]
 
     # -- a scope's entry and end ------------------------------------------------------------
 
@@ -47,7 +46,7 @@ class Unsharder:
             unit.holds += 1
         for unit in self.gather_order:
             unit.start_unshard()
-        for unit in self._first_units:
+        for unit in self._root_units:
             # A custom method of the model may read these without any module's forward.
             unit.finish_unshard()
 
