@@ -75,7 +75,7 @@ def test_a_bound_gradient_is_a_view_of_the_buffer_that_travels(ctx: RankContext)
     other = ctx.data(8, 1024, rank=1 - ctx.rank)
     assert local.abs().sum() > 0
     assert counts(engine, mark) == {"all_reduce": 1}
-    averaged = engine.full_grad(model.weight)
+    averaged = engine.full_grad(model.get_parameter("weight"))
     assert averaged is not None
     theirs = 2 * averaged - local
     check = model.weight.detach().clone().requires_grad_()

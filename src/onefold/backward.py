@@ -35,6 +35,7 @@ class Backwards:
     Attributes:
         num_ended: outermost backwards that ended well, since construction.
         outermost: the outermost backward that runs now, once something in it was observed.
+        keeps_graph: a backward since the last flush ran under ``create_graph=True``.
         failure: the first backward since ``forgive`` that raised, in words; None if none did.
         on_begin: called with the task when an outermost backward is first observed.
         on_end: called with the task when an observed backward has ended, well or not.
@@ -44,6 +45,7 @@ class Backwards:
     def __init__(self) -> None:
         self.num_ended = 0
         self.outermost: int | None = None
+        self.keeps_graph = False
         self.failure: str | None = None
         self.on_begin: list[Callable[[int], None]] = []
         self.on_end: list[Callable[[int], None]] = []
@@ -68,6 +70,11 @@ class Backwards:
             for begin in self.on_begin:
                 begin(task)
         return task
+
+    def observe_gradient(self) -> int:
+        """``observe``, from a hook that got a gradient; there grad mode means ``create_graph``."""
+        self.keeps_graph = self.keeps_graph or torch.is_grad_enabled()
+        return self.observe()
 
     @contextmanager
     def running(self, loss: Tensor) -> Iterator[None]:
@@ -105,7 +112,7 @@ class Backwards:
         self.failure = None
 
     def _note(self, _grad: Tensor) -> None:
-        self.observe()
+        self.observe_gradient()
 
     def _end(self, task: int) -> None:
         position = self._open.index(task)

@@ -13,8 +13,8 @@ parameter was touched is known from the version counter of its view. Before anyt
 (``collect``) `.grad` is looked at once more, because the user may have changed it:
 
 - None, or a placeholder that is gone: everything of that parameter since the last step is dropped;
-- another tensor that has a ``grad_fn``: autograd put it there under ``create_graph=True``; it
-  contains what the view held, so it is copied over the view, never added;
+- another tensor after a backward under ``create_graph=True``: autograd put it there; it contains
+  what the view held, so it is copied over the view, never added;
 - any other tensor: the user's (or autograd's, after the user had set None); it stands for
   everything, so it is copied over the view and the reduced part is dropped.
 
@@ -120,8 +120,20 @@ class Gradients:
 
     # -- bound: look, then hand over ------------------------------------------------------------
 
-    def collect(self) -> bool:
+    def absorb(self, index: int) -> None:
+        """Autograd has just accumulated: if it replaced `.grad`, take that over into the view."""
+        found = self._slots[index].param.grad
+        if found is not None and found is not self._bound[index]:
+            _copy_dense(found.detach(), self._bound[index], self._slots[index].name)
+            self.touched[index] = self.is_pending = True
+            self._rebind(index)
+
+    def collect(self, *, keeps_graph: bool = False) -> bool:
         """Make ``grad_full`` the truth, and say whether anything in it waits to be reduced.
+
+        Args:
+            keeps_graph: a backward ran under ``create_graph=True`` since the last flush, so another
+                tensor in `.grad` is autograd's.
 
         Raises:
             StateError: a gradient is sparse.
@@ -148,7 +160,7 @@ class Gradients:
                 self._rebind(index)
                 continue
             else:
-                if found.grad_fn is None:
+                if not keeps_graph:
                     self._clear(index)
                 _copy_dense(found.detach(), view, slot.name)
             self.touched[index] = self.is_pending = True

@@ -226,14 +226,18 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
     reason = None if error is None else describe(error)
     prints = None
     if prepared is not None:
-        prints = (prepared.config.fingerprint(), prepared.plan.fingerprint())
+        prints = (
+            prepared.config.fingerprint(),
+            prepared.plan.fingerprint(),
+            _optimizer_described(prepared),
+        )
     rows = control.gather((reason, prints))
     if error is not None:
         raise error
     for rank, (theirs, _) in enumerate(rows):
         if theirs is not None:
             raise RankMismatchError(f"initialize(): rank {rank} cannot start: {theirs}")
-    kinds = ("config", "model or param groups")
+    kinds = ("config", "model or param groups", "optimizer")
     for rank, (_, theirs) in enumerate(rows):
         for what, mine, first in zip(kinds, theirs, rows[0][1], strict=True):
             if mine != first:
@@ -246,6 +250,19 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
                 )
 
 
+def _optimizer_described(prepared: _Prepared) -> list[str]:
+    """Class, settings and members of every param group."""
+    names = {id(slot.param): slot.name for unit in prepared.plan.units for slot in unit.slots}
+    groups = [
+        {
+            key: [names[id(param)] for param in value] if key == "params" else repr(value)
+            for key, value in group.items()
+        }
+        for group in prepared.optimizer.param_groups
+    ]
+    return [type(prepared.optimizer).__name__, *(f"param group {group}" for group in groups)]
+
+
 def _described(prepared: _Prepared) -> list[str]:
     settings = [f"{key}={value!r}" for key, value in prepared.config.model_dump().items()]
     params = [
@@ -254,7 +271,7 @@ def _described(prepared: _Prepared) -> list[str]:
         for unit in prepared.plan.units
         for slot in unit.slots
     ]
-    return settings + params
+    return settings + params + _optimizer_described(prepared)
 
 
 def _first_difference(mine: list[str], theirs: list[str]) -> str:

@@ -195,7 +195,8 @@ class Transaction:
         """The exchange, then every pending unit's reduction, where this place reduces."""
         try:
             for unit in self._trainable:
-                unit.gradients.collect()
+                unit.gradients.collect(keeps_graph=self._backwards.keeps_graph)
+            self._backwards.keeps_graph = False
             if place is not Place.WINDOW_EXIT:
                 for unit in self._units:
                     unit.check_storage()

@@ -77,8 +77,8 @@ class Unit:
         self._collectives = collectives
         self._gather: Handle | None = None
         self._left_versions: list[int] = []
-        nothing = float("nan") if spec.dtype.is_floating_point else 0
-        self._freed = torch.full((1,), nothing, dtype=spec.dtype, device=spec.device)
+        self._nothing = float("nan") if spec.dtype.is_floating_point else 0
+        self._freed = torch.full((1,), self._nothing, dtype=spec.dtype, device=spec.device)
         self.param_full = torch.empty(self.layout.numel, dtype=spec.dtype, device=spec.device)
         self.views = self.views_of(self.param_full)
         self.param_shard = self.param_full[self._own_slice]
@@ -143,11 +143,15 @@ class Unit:
     def start_unshard(self) -> None:
         """Start gathering the parameters; nothing to do where they are here or on their way.
 
+        Raises:
+            StateError: somebody wrote into a parameter while it was freed.
+
         Communication: one all-gather, (W-1)/W * N * itemsize bytes out and in.
         Memory: N elements until ``reshard``.
         """
         if self.is_unsharded or self._gather is not None:
             return
+        self._check_not_lost()
         # The storage object stays the same for ever: views that autograd saved before it was
         # emptied (a transposed weight) are valid again once it is filled.
         self.param_full.untyped_storage().resize_(self.full_bytes)
@@ -222,6 +226,7 @@ class Unit:
             StateError: ``.to()``, ``.half()`` or an assignment to ``.data`` moved a parameter out
                 of its unit.
         """
+        self._check_not_lost()
         here = self.views if self.is_unsharded else None
         for index, slot in enumerate(self.slots):
             expected = (here[index] if here else self._freed).data_ptr()
@@ -232,6 +237,22 @@ class Unit:
                     "weights that the module no longer reads. Convert the model before initialize()"
                     " and write in place."
                 )
+
+    def _check_not_lost(self) -> None:
+        """Refuse writes into freed parameters, as far as torch let them pass."""
+        if not self.frees_parameters or self.is_unsharded or not self.was_written():
+            return
+        names = [
+            slot.name
+            for slot, left in zip(self.slots, self._left_versions, strict=True)
+            if slot.param._version != left
+        ]
+        self._freed.fill_(self._nothing)
+        self._left_versions = [param._version for param in self.params]
+        raise StateError(
+            f"parameter {names[0]} was written while it was sharded, so the write is lost on rank "
+            f"{self.shard_rank}. Write inside 'with engine.full_parameters():', on every rank."
+        )
 
     def _free(self) -> None:
         self.is_unsharded = False

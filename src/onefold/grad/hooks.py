@@ -81,6 +81,7 @@ class ReadyHooks:
 
     def _after(self, unit: Unit, index: int, _param: nn.Parameter) -> None:
         task = self._backwards.observe()
+        unit.gradients.absorb(index)
         if self._keeper.keeps() or not unit.spec.home.shards_gradients:
             if self._arming.watches(task) and self._completes(unit, index):
                 self._arming.ready(unit)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from onefold.errors import StateError
 from onefold.unit import Unit
+from onefold.wire.layout import Piece
 
 _DROP: "WeakKeyDictionary[Optimizer, Callable[[], None]]" = WeakKeyDictionary()
 """What an engine's optimizer does beside its own ``zero_grad``."""
@@ -47,6 +48,7 @@ class Masters:
                 piece = unit.master[offset : offset + numel].detach()
                 self._pieces.append((unit, index, piece))
                 piece_of[id(slot.param)] = piece
+                _cut_state(optimizer, slot.param, piece, unit.layout.piece(index, unit.shard_rank))
         self._witness = torch.zeros(1, device=device)
         for group in optimizer.param_groups:
             group["params"] = [piece_of[id(param)] for param in group["params"]]
@@ -92,7 +94,7 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
     Raises:
         ValueError: it has state already, or holds a tensor that is no parameter of the model.
     """
-    if optimizer.state:
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ValueError(
             f"initialize(optimizer=): this {type(optimizer).__name__} has already stepped; its "
             "state belongs to whole parameters. Pass a fresh one and load a checkpoint after."
@@ -105,6 +107,19 @@ def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:
                     f"{tuple(param.shape)} that is no parameter of the model. Build the optimizer "
                     "from model.parameters() of the model that you pass."
                 )
+
+
+def _cut_state(optimizer: Optimizer, param: Tensor, piece: Tensor, part: Piece) -> None:
+    """Some optimizers (Adagrad) make their state when they are built; cut it like the parameter."""
+    if param not in optimizer.state:
+        return
+    first, end = part.param_offset, part.param_offset + part.numel
+    optimizer.state[piece] = {
+        key: value.flatten()[first:end].clone()
+        if isinstance(value, Tensor) and value.shape == param.shape
+        else value
+        for key, value in optimizer.state.pop(param).items()
+    }
 
 
 def adopt(

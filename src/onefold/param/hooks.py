@@ -94,7 +94,7 @@ class ModuleHooks:
 
     def before_backward(self, blocks: Sequence[int]) -> None:
         """The gradient of an output is known: the backward of ``blocks`` is next."""
-        task = self._backwards.observe()
+        task = self._backwards.observe_gradient()
         for block in blocks:
             self._unsharder.hold_for_backward(block, task)
 

@@ -2,8 +2,8 @@
 
 One arena per engine. Large CPU buffers lie on huge pages where the platform has them, because a
 fresh buffer on small pages costs several times more page faults than the reduction it serves.
-Buffers that come back are kept for the next lease until ``trim``, which the engine calls between
-steps; between steps an arena holds nothing.
+Buffers that come back are kept for the next lease of their size, until a lease of another size, or
+``trim``, which the engine calls between steps; between steps an arena holds nothing.
 """
 
 import logging
@@ -49,6 +49,7 @@ class Arena:
             if zeroed:
                 buffer.zero_()
         else:
+            self.trim()  # what is kept does not fit: units of many sizes must not add up
             buffer = self._allocate(numel, dtype, zeroed=zeroed)
         self.leased_bytes += numel_bytes
         self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._kept_bytes)
