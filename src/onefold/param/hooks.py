@@ -2,8 +2,8 @@
 
 Every module that owns parameters of a block, and the block's own module, carries the same pair of
 forward hooks, so that a call of the model, of a block or of any submodule is equally right. The
-hook after forward leaves hooks on the outputs, which hold the block before its backward; the
-outermost forward of a block also leaves hooks on its inputs, which release it after.
+hook after forward leaves hooks on the outputs, which hold the block before its backward; before the
+outermost forward of a block hooks are left on its inputs, which release it after.
 
 An input was made before the block's forward, so autograd, which runs the latest node first, has run
 all of the block when the gradient of any non-leaf input is complete. Where no input needs a
@@ -70,7 +70,11 @@ class ModuleHooks:
             self._backwards.settle()
             if not any(self._depth.values()):
                 self._unsharder.start_pass()
+        watches = torch.is_grad_enabled() and not self._unsharder.is_resident
         for block in self._blocks_of[module]:
+            if watches and not self._depth[block]:
+                # Now, not after: a forward may put its outputs into a dict that it was given.
+                self._watch_inputs(block, args, kwargs)
             self._depth[block] += 1
             self._unsharder.hold(block)
 
@@ -83,8 +87,6 @@ class ModuleHooks:
                     tensor.register_hook(_BeforeBackward(self, blocks))
         for block in blocks:
             self._depth[block] -= 1
-            if watched and not self._depth[block] and not self._unsharder.is_resident:
-                self._watch_inputs(block, args, kwargs)
             self._unsharder.release(block)
 
     def _watch_inputs(self, block: int, args: Any, kwargs: Any) -> None:
