@@ -30,10 +30,9 @@ def test_the_readme_example_runs(tmp_path: Path, ranks: int) -> None:
         env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
     assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if line.startswith("window flushed")]
-    assert len(lines) == ranks, result.stdout
-    wanted = "8 backward(s), 2 all_gather, 2 reduce_scatter" if ranks == 2 else "no collectives"
-    assert wanted in lines[0]
+    sent = "2 all_gather, 2 reduce_scatter" if ranks == 2 else "no collectives"
+    # Both ranks write to one terminal, so lines may run together.
+    assert result.stdout.count(f"window flushed: 8 backward(s), {sent}") == ranks, result.stdout
 
 
 def test_every_linked_page_exists() -> None:

@@ -87,7 +87,10 @@ def test_frozen_parameters(ctx: RankContext, stage: int, mode: str, how: str) ->
         run(engine, mode, house(engine, ctx.rank, range(2)))
         assert_no_memory(engine)
         engine.step()
-        assert_traffic(engine, mark, usual(ctx, engine, stage, mode, 2))
+        wanted = usual(ctx, engine, stage, mode, 2)
+        if stage == 3 and mode == "bare" and how == "requires_grad":
+            wanted["all_gather"] -= 2  # nothing goes back through the frozen block of its own
+        assert_traffic(engine, mark, wanted)
         moved = {"base.1.w": 13.0, "both.0.w": 13.0}
         shadow.step({name: moved.get(name) for name in shadow.params})
         assert_weights(engine, shadow.weights())
