@@ -2,6 +2,8 @@
 
 import os
 import socket
+import zlib
+from collections import defaultdict
 
 # Set before torch is imported: OpenMP reads its variable once, workers inherit all of them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,8 +26,48 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--grid full`` runs every combination of every test's parameters."""
+    parser.addoption(
+        "--grid",
+        choices=["cover", "full"],
+        default="cover",
+        help="cover: every other field of each test's grid, like a checkerboard; full: all",
+    )
+
+
+class Cover:
+    """A covering sample of what tests are parametrized over (stages, world sizes, modes ...).
+
+    A test with several parameters runs every other field of its grid, so that each value of each
+    parameter meets half of the values of every other; which half differs from test to test. Tests
+    with one parameter, and those outside of ``contract`` and ``cases``, run whole.
+    """
+
+    def __init__(self) -> None:
+        self._positions: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+
+    def includes(self, item: pytest.Item) -> bool:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        name = item.nodeid.partition("[")[0]
+        field = zlib.crc32(name.encode())
+        num_axes = 0
+        for param, value in sorted(params.items()):
+            seen = self._positions[name, param]
+            field += seen.setdefault(repr(value), len(seen))
+            num_axes += len(seen) > 1 or param != "world_size"
+        is_sampled = name.startswith(("tests/contract", "tests/cases")) and num_axes > 1
+        return not is_sampled or field % 2 == 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not in the grid; skip tests marked ``gpu`` where there is none."""
+    if config.getoption("grid") == "cover" and len(items) > 1:
+        cover = Cover()
+        kept = [item for item in items if cover.includes(item)]
+        chosen = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = kept
     if torch.cuda.is_available():
         return
     for item in items:

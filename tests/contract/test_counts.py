@@ -177,16 +177,16 @@ def test_torch_s_own_witness_sees_the_same(ctx: RankContext, stage: int) -> None
 @distributed(world_size=[2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_comm_debug_mode_counts_the_same(ctx: RankContext, stage: int) -> None:
-    """Beside the engine's own it sees one exchange at the exit, and one or two at step()."""
+    """It sees the plan's collectives, and not the exchanges, which go from rank to rank."""
     engine = tower(ctx, stage, config={"onefold": {"transport": "native"}})
     # The witness puts torch's own backward hooks on every module, and they say so.
     warnings.filterwarnings("ignore", "Full backward hook is firing")
-    mark, exchanges = engine.ledger.mark(), engine._world.control.count
+    mark = engine.ledger.mark()
     with CommDebugMode() as witness:
         run_program(engine, [("armed", [1])], lambda k: backward(ctx, engine, k))
         engine.step()
     mine = sum(sent.calls for sent in found(engine, mark).values())
-    assert witness.get_total_counts() == mine + engine._world.control.count - exchanges
+    assert witness.get_total_counts() == mine > 0
 
 
 @distributed(world_size=[2, 3])
