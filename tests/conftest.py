@@ -3,7 +3,7 @@
 import os
 import socket
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 # Set before torch is imported: OpenMP reads its variable once, workers inherit all of them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,20 +32,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["cover", "full"],
         default="cover",
-        help="cover: every other field of each test's grid, like a checkerboard; full: all",
+        help="cover: every second or third field of each test's grid; full: all",
     )
 
 
 class Cover:
     """A covering sample of what tests are parametrized over (stages, world sizes, modes ...).
 
-    A test with several parameters runs every other field of its grid, so that each value of each
-    parameter meets half of the values of every other; which half differs from test to test. Tests
-    with one parameter, and those outside of ``contract`` and ``cases``, run whole.
+    A test with several parameters runs every other field of its grid (every third of a large one),
+    so that each value of each parameter meets a part of the values of every other; which part
+    differs from test to test. Tests with one parameter, and those outside of ``contract`` and
+    ``cases``, run whole.
     """
 
-    def __init__(self) -> None:
+    LARGE = 16
+
+    def __init__(self, items: list[pytest.Item]) -> None:
         self._positions: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        self._sizes = Counter(item.nodeid.partition("[")[0] for item in items)
 
     def includes(self, item: pytest.Item) -> bool:
         params = getattr(getattr(item, "callspec", None), "params", {})
@@ -57,13 +61,13 @@ class Cover:
             field += seen.setdefault(repr(value), len(seen))
             num_axes += len(seen) > 1 or param != "world_size"
         is_sampled = name.startswith(("tests/contract", "tests/cases")) and num_axes > 1
-        return not is_sampled or field % 2 == 0
+        return not is_sampled or field % (3 if self._sizes[name] >= self.LARGE else 2) == 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not in the grid; skip tests marked ``gpu`` where there is none."""
     if config.getoption("grid") == "cover" and len(items) > 1:
-        cover = Cover()
+        cover = Cover(items)
         kept = [item for item in items if cover.includes(item)]
         chosen = set(map(id, kept))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])

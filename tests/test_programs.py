@@ -296,7 +296,7 @@ def snapshots(outcomes: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_random_programs_are_exact(world_size: int, stage: int) -> None:
     @settings(
-        max_examples=25,
+        max_examples=18,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
