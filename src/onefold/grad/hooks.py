@@ -88,8 +88,8 @@ class ReadyHooks:
         elif self._completes(unit, index):
             self._ready[unit.index].clear()
             unit.gradients.collect()
+            self._reducer.make_room()
             self._reducer.launch(unit)
-            self._reducer.limit_in_flight()
 
     def _completes(self, unit: Unit, index: int) -> bool:
         ready = self._ready[unit.index]

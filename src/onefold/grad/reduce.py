@@ -83,9 +83,9 @@ class Reducer:
         self._in_flight.append(Reduction(unit, grad_full, summed, handle, voids))
         self.log.append(Launch(unit.index, voids))
 
-    def limit_in_flight(self) -> None:
-        """Finish the oldest reductions until few enough are on the wire."""
-        while len(self._in_flight) > MAX_IN_FLIGHT:
+    def make_room(self) -> None:
+        """Finish the oldest reductions until there is room for one more on the wire."""
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish_oldest()
 
     def finish_all(self) -> None:
@@ -96,8 +96,8 @@ class Reducer:
     def reduce(self, units: Iterable[Unit]) -> None:
         """Launch and finish ``units``, in their order, a few at a time."""
         for unit in units:
+            self.make_room()
             self.launch(unit)
-            self.limit_in_flight()
         self.finish_all()
 
     def is_in_flight(self, unit: Unit) -> bool:
