@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
+from torch.utils.hooks import RemovableHandle
 
-from onefold.errors import describe
+from onefold.errors import StateError, describe
 
 NOT_RUNNING = -1
 
@@ -32,6 +33,9 @@ def current_task() -> int:
 class Backwards:
     """The backwards of one engine.
 
+    Args:
+        wants_scaled: an outermost backward must begin with a scaled loss (fp16).
+
     Attributes:
         num_ended: outermost backwards that ended well, since construction.
         outermost: the outermost backward that runs now, once something in it was observed.
@@ -42,7 +46,8 @@ class Backwards:
         on_outermost_end: called after an outermost backward that ended well was counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wants_scaled: bool = False) -> None:
+        self.wants_scaled = wants_scaled
         self.num_ended = 0
         self.outermost: int | None = None
         self.keeps_graph = False
@@ -51,6 +56,7 @@ class Backwards:
         self.on_end: list[Callable[[int], None]] = []
         self.on_outermost_end: list[Callable[[], None]] = []
         self._open: list[int] = []  # observed and not ended, outermost first
+        self._is_scaled = False  # the outermost one
         self._depth = 0  # engine.backward calls on the stack
 
     @property
@@ -58,8 +64,12 @@ class Backwards:
         """This thread is inside a backward."""
         return self._depth > 0 or current_task() != NOT_RUNNING
 
-    def observe(self) -> int:
-        """Take note of the backward that the caller runs in, and return its task (-1 for none)."""
+    def observe(self, *, is_scaled: bool = False) -> int:
+        """Take note of the backward that the caller runs in, and return its task (-1 for none).
+
+        Args:
+            is_scaled: the caller is the hook of a scaled loss, which runs before all others.
+        """
         task = current_task()
         if task == NOT_RUNNING or task in self._open:
             return task
@@ -67,14 +77,35 @@ class Backwards:
         Variable._execution_engine.queue_callback(partial(self._end, task))
         if self.outermost is None:
             self.outermost = task
+            self._is_scaled = is_scaled
             for begin in self.on_begin:
                 begin(task)
         return task
 
-    def observe_gradient(self) -> int:
+    def observe_gradient(self, *, is_scaled: bool = False) -> int:
         """``observe``, from a hook that got a gradient; there grad mode means ``create_graph``."""
         self.keeps_graph = self.keeps_graph or torch.is_grad_enabled()
-        return self.observe()
+        return self.observe(is_scaled=is_scaled)
+
+    def watch_scaled(self, loss: Tensor) -> RemovableHandle:
+        """Know the backward of ``loss``, which is scaled, by its first hook."""
+        return loss.register_hook(self._note)
+
+    def check_scaled(self, name: str) -> None:
+        """Refuse a gradient of parameter ``name`` that is not scaled though it must be.
+
+        Raises:
+            StateError: an outermost backward that began with an unscaled loss has come here.
+        """
+        if not self.wants_scaled:
+            return
+        self.observe()
+        if not self._is_scaled:
+            raise StateError(
+                f"parameter {name} got a gradient of a loss that is not scaled, which fp16 cannot "
+                "hold. Run engine.backward(loss), or engine.scale(loss).backward(), instead of "
+                "loss.backward()."
+            )
 
     @contextmanager
     def running(self, loss: Tensor) -> Iterator[None]:
@@ -82,7 +113,7 @@ class Backwards:
         self.settle()
         is_outermost = not self.is_running
         self._depth += 1
-        hook = loss.register_hook(self._note)
+        hook = self.watch_scaled(loss)
         try:
             yield
         except BaseException as error:
@@ -112,7 +143,7 @@ class Backwards:
         self.failure = None
 
     def _note(self, _grad: Tensor) -> None:
-        self.observe_gradient()
+        self.observe_gradient(is_scaled=True)
 
     def _end(self, task: int) -> None:
         position = self._open.index(task)

@@ -1,29 +1,37 @@
 """Every setting of an engine, read once from DeepSpeed's JSON names; nothing re-reads it later.
 
-``config_keys`` says what becomes of each key. This file walks a mapping against that table, reports
-everything wrong in one error, and holds the result as a frozen ``Config``.
+``config_keys`` says what becomes of each key, and ``config_walk`` walks a mapping against that
+table. This file holds the result as a frozen ``Config``, checks what depends on several settings,
+and reports everything wrong in one error.
 """
 
-import difflib
 import hashlib
 import json
+import math
 import os
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from onefold.config_keys import AUTO, CONTAINERS, FIELD_PATHS, KNOWN, TABLE, Key, Rule
+from onefold.config_walk import Conflict, Walk, explain
 
 # Another rank may wait longer, and has no need to print the same sentences.
 _NOT_SHARED = frozenset({"notes", "timeout_s"})
 
-_CLIPPING_NOTE = (
-    "gradient_clipping is not given, so gradients are not clipped "
-    "(DeepSpeed 0.19.8 clips at 1.0 unless told otherwise)"
-)
+MAX_LOSS_SCALE: Final = 2.0**126
+"""Of it and of its inverse, which is the smallest normal number, fp32 has the exact value."""
+
+Half = Literal["bf16", "fp16"]
+Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 def _no_bool(value: object) -> object:
@@ -36,6 +44,15 @@ def _no_bool(value: object) -> object:
 def _whole(value: object) -> object:
     """Turn 5e8 into an int: JSON has no other short spelling for it."""
     return int(value) if isinstance(value, float) and value.is_integer() else _no_bool(value)
+
+
+def _order(value: object) -> object:
+    """Spell the infinite order, which JSON has no number for."""
+    if isinstance(value, str) and value.lower() == "inf":
+        return math.inf
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError("nan is not an order")
+    return _no_bool(value)
 
 
 def _lower(value: object) -> object:
@@ -63,6 +80,44 @@ class Entry(_Frozen):
     """Its arguments; a value of "auto" counts as not given."""
 
 
+class LossScale(_Frozen):
+    """How a loss is scaled so that its gradients fit fp16; DeepSpeed's names and defaults."""
+
+    loss_scale: Annotated[float, BeforeValidator(_no_bool)] = Field(0.0, ge=0.0, le=MAX_LOSS_SCALE)
+    """The scale, if it never changes; 0 lets it change."""
+
+    initial_scale_power: Annotated[int, BeforeValidator(_whole)] = Field(16, ge=0, le=126)
+    """A changing scale starts at 2 to the power of it."""
+
+    loss_scale_window: _Count = 1000
+    """Clean steps until a changing scale doubles; the first after an overflow does not count."""
+
+    hysteresis: _Count = 2
+    """Overflows it takes to halve a changing scale; once halved, every overflow halves it."""
+
+    consecutive_hysteresis: bool = False
+    """True: any clean step restores ``hysteresis``; False: only a doubling does."""
+
+    min_loss_scale: Annotated[float, BeforeValidator(_no_bool)] = Field(1.0, gt=0.0)
+    """A changing scale never falls below."""
+
+    @model_validator(mode="after")
+    def _starts_in_range(self) -> Self:
+        if self.loss_scale and self.loss_scale < 1 / MAX_LOSS_SCALE:
+            raise Conflict(
+                [f"fp16.loss_scale: expected 0 or at least 2**-126, got {self.loss_scale}"]
+            )
+        start = 2.0**self.initial_scale_power
+        if not self.loss_scale and not 1 / MAX_LOSS_SCALE <= self.min_loss_scale <= start:
+            raise Conflict(
+                [
+                    "fp16.min_loss_scale: expected at least 2**-126 and at most the initial scale, "
+                    f"2**{self.initial_scale_power}, got {self.min_loss_scale}"
+                ]
+            )
+        return self
+
+
 class Config(_Frozen):
     """All settings of one engine, checked; ``Config.load`` reads DeepSpeed's JSON into it."""
 
@@ -87,6 +142,33 @@ class Config(_Frozen):
     gradient_clipping: float = Field(0.0, ge=0.0)
     """Largest gradient norm over all parameters; 0.0 is off."""
 
+    norm_order: Annotated[float, BeforeValidator(_order)] = Field(2.0, ge=1.0, allow_inf_nan=True)
+    """Order of the gradient norm that ``gradient_clipping`` bounds; inf: the largest element."""
+
+    on_nonfinite: Literal["skip", "raise", "ignore"] = "skip"
+    """What ``step()`` does where a gradient is not finite; fp16's loss scale always skips."""
+
+    precision: Half | None = None
+    """Dtype of the model's weights; None leaves what it comes with. Masters are fp32 or wider."""
+
+    autocast_dtype: Half | None = None
+    """Dtype of ``torch.autocast`` around each forward; None is none."""
+
+    loss_scale: LossScale | None = None
+    """How the loss is scaled; there if, and only if, one of the two above is fp16."""
+
+    grad_accum_dtype: Dtype | None = None
+    """Dtype in which gradients accumulate between backwards; None is fp32 or wider."""
+
+    communication_data_type: Dtype | None = None
+    """Dtype in which gradients cross the wire; None is the model's own."""
+
+    offload_optimizer: bool = False
+    """Masters and the optimizer's state live in host memory, and the optimizer steps there."""
+
+    offload_param: bool = False
+    """The shards of the parameters live in host memory."""
+
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = "mean"
     """Whether gradients are averaged over the ranks or only summed."""
 
@@ -108,6 +190,19 @@ class Config(_Frozen):
     notes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Sentences to log once at start, such as which keys are accepted but mean nothing here."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_loss_scale(cls, data: dict[str, Any]) -> dict[str, Any]:
+        is_half = "fp16" in (data.get("precision"), data.get("autocast_dtype"))
+        return {"loss_scale": {}, **data} if is_half else data
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        lines = _disagreements(dict(self), set())
+        if lines:
+            raise Conflict(lines)
+        return self
+
     @classmethod
     def load(cls, source: "Config | Mapping[str, Any] | str | os.PathLike[str] | None") -> "Config":
         """Read settings from a mapping or the path of a JSON file; a ``Config`` stays as it is.
@@ -127,13 +222,15 @@ class Config(_Frozen):
         if source is None:
             return cls()
         where, data = _read(source)
-        walk = _Walk()
-        walk.section(data, "")
+        walk = Walk(data)
         config: Config | None = None
         try:
             config = cls(**walk.fields, notes=walk.notes())
         except ValidationError as error:
-            walk.problems.extend(_explain(error))
+            wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
+            walk.problems += explain(error)
+            # Where pydantic found a wrong value it did not come to comparing the others.
+            walk.problems += _disagreements(walk.fields, wrong) if wrong else []
         if config is None or walk.problems:
             count = len(walk.problems)
             lines = "".join(f"\n- {problem}" for problem in walk.problems)
@@ -187,12 +284,41 @@ class Config(_Frozen):
     def fingerprint(self) -> str:
         """Return a hash of what must be equal on all ranks: every field but timeout and notes."""
         shared = {
-            name: value.model_dump() if isinstance(value, Entry) else value
+            name: value.model_dump() if isinstance(value, BaseModel) else value
             for name, value in self
             if name not in _NOT_SHARED
         }
         text = json.dumps(shared, sort_keys=True, default=_stable)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _disagreements(given: Mapping[str, Any], wrong: set[str]) -> list[str]:
+    """Compare the fields with one another, leaving out those with a ``wrong`` value."""
+    values = {name: field.default for name, field in Config.model_fields.items()} | dict(given)
+    values |= dict.fromkeys(wrong)
+    precision, autocast = values["precision"], values["autocast_dtype"]
+    stage, accumulates = values["stage"], values["grad_accum_dtype"]
+    lines = []
+    if precision and autocast:
+        lines.append(
+            f"torch_autocast.enabled: expected a model in fp32, got {precision}.enabled as well. "
+            "Turn one of them off."
+        )
+    if precision and accumulates not in (None, "fp32", precision):
+        lines.append(
+            f"data_types.grad_accum_dtype: expected fp32 or the model's own {precision}, got "
+            f"{accumulates}"
+        )
+    if values["loss_scale"] is not None and "fp16" not in (precision, autocast):
+        lines.append("loss_scale: expected None without fp16, got settings. Enable fp16.")
+    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        if values[name] and stage is not None and stage < least:
+            expected = "3" if least == 3 else "1, 2 or 3"
+            lines.append(
+                f"zero_optimization.{name}: expected zero_optimization.stage {expected}, where a "
+                f"rank has shards to offload, got stage {stage}"
+            )
+    return lines
 
 
 def _stable(value: object) -> object:
@@ -235,161 +361,3 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"duplicate keys {', '.join(twice)}")
     return dict(pairs)
-
-
-def _got(value: object) -> str:
-    """Show a value and, where that says more, its type."""
-    return "nothing" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def _explain(error: ValidationError) -> list[str]:
-    """Turn pydantic's errors into ours, with the dotted path of the JSON."""
-    lines = []
-    for detail in error.errors():
-        parts = [str(part) for part in detail["loc"]]
-        paths = (FIELD_PATHS.get(".".join(parts[:end])) for end in (2, 1))
-        path = next(filter(None, paths), ".".join(parts))
-        expected = TABLE[path].text if path in TABLE else detail["msg"]
-        got = "nothing" if detail["type"] == "missing" else _got(detail["input"])
-        lines.append(f"{path}: expected {expected}, got {got}")
-    return lines
-
-
-def _inner(section: Mapping[str, Any], name: str) -> object:
-    """Look a dotted name up; None where it is not there."""
-    value: object = section
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _advice(path: str) -> str:
-    """Name where an unknown key may belong: elsewhere under its own name, or the nearest name."""
-    parent, _, leaf = path.rpartition(".")
-    if leaf in FIELD_PATHS:
-        return f"it belongs to {FIELD_PATHS[leaf]}"
-    elsewhere = sorted(one for one in KNOWN if one.rpartition(".")[2] == leaf)
-    siblings = {one.rpartition(".")[2]: one for one in KNOWN if one.rpartition(".")[0] == parent}
-    near = difflib.get_close_matches(leaf, siblings, n=1)
-    if elsewhere:
-        return f"it belongs to {' or '.join(elsewhere[:3])}"
-    if near:
-        return f"the nearest known key is {siblings[near[0]]}"
-    leaves = {one.rpartition(".")[2]: one for one in sorted(KNOWN, reverse=True)}
-    far = difflib.get_close_matches(leaf, leaves, n=1)
-    return f"the nearest known key is {leaves[far[0]]}" if far else "no known key is near"
-
-
-class _Walk:
-    """One pass over a mapping: the fields it sets, what is wrong in it, what has no effect.
-
-    Attributes:
-        fields: arguments for ``Config``.
-        problems: one sentence for each thing wrong.
-        idle: paths accepted without effect, by the reason why.
-    """
-
-    def __init__(self) -> None:
-        self.fields: dict[str, Any] = {}
-        self.problems: list[str] = []
-        self.idle: dict[str, list[str]] = {}
-
-    def notes(self) -> tuple[str, ...]:
-        """Say each reason once, with all the keys it concerns."""
-        idle = [
-            f"{', '.join(paths)}: accepted, without effect here: {text}"
-            for text, paths in self.idle.items()
-        ]
-        return (*idle, *([] if "gradient_clipping" in self.fields else [_CLIPPING_NOTE]))
-
-    def section(self, data: Mapping[str, Any], prefix: str) -> None:
-        """Take the keys of a section that stands in the table key by key."""
-        for name, value in data.items():
-            path = f"{prefix}.{name}" if prefix else str(name)
-            if path in TABLE:
-                self._key(path, value, TABLE[path])
-            elif path in CONTAINERS:
-                self._container(path, value)
-            else:
-                self._unknown(path)
-
-    def _container(self, path: str, value: object) -> None:
-        # DeepSpeed still takes a bare true or false for stage 1 or 0.
-        if path == "zero_optimization" and isinstance(value, bool):
-            value = {"stage": int(value)}
-        if isinstance(value, Mapping):
-            self.section(value, path)
-        elif value is not None:
-            self._wrong(path, "a mapping", value)
-
-    def _key(self, path: str, value: Any, key: Key) -> None:
-        if key.kind == "section":
-            self._whole_section(path, value, key)
-        elif key.rule is Rule.HONOURED:
-            self._honour(path, value, key)
-        elif key.rule is Rule.REFUSED:
-            if not key.is_off(value):
-                self._refuse(path, value, key)
-        elif value is not None and value != AUTO:
-            if key.takes(value):
-                self.idle.setdefault(key.text, []).append(path)
-            else:
-                self._wrong(path, f"a value of type {key.kind}", value)
-
-    def _honour(self, path: str, value: Any, key: Key) -> None:
-        if value is None or (value == AUTO and key.derivable):
-            return
-        if value == AUTO:
-            self._wrong(path, f'{key.text} ("auto" cannot be derived here)', value)
-            return
-        field, _, inner = key.field.partition(".")
-        if inner:
-            self.fields.setdefault(field, {})[inner] = value
-        else:
-            self.fields[field] = value
-
-    def _whole_section(self, path: str, value: object, key: Key) -> None:
-        """Take a section whose keys share one fate; names are checked even while it is off."""
-        if isinstance(value, Mapping):
-            if key.names is not None:
-                self._names(path, "", value, key.names)
-        elif not key.is_off(value):
-            self._wrong(path, "a mapping", value)
-            return
-        if not isinstance(value, Mapping) or not value:
-            return
-        if key.rule is Rule.ALWAYS:
-            self.idle.setdefault(key.text, []).append(path)
-            return
-        # A section without a switch is on by being there, unless it says so itself.
-        switches = {name: _inner(value, name) for name in key.switches}
-        on = [name for name, given in switches.items() if not key.is_off(given)]
-        if on:
-            self._refuse(f"{path}.{on[0]}", switches[on[0]], key)
-        elif not key.switches and value.get("enabled") is not False:
-            self._refuse(path, dict(value), key)
-
-    def _names(
-        self, path: str, inside: str, value: Mapping[str, Any], names: frozenset[str]
-    ) -> None:
-        for name, item in value.items():
-            relative = f"{inside}{name}"
-            deeper = any(one.startswith(f"{relative}.") for one in names)
-            if relative not in names and not deeper:
-                self._unknown(f"{path}.{relative}")
-            elif deeper and isinstance(item, Mapping):
-                self._names(path, f"{relative}.", item, names)
-
-    def _refuse(self, path: str, value: object, key: Key) -> None:
-        offs = " or ".join(json.dumps(off) for off in key.off) or "no such key"
-        self.problems.append(
-            f"{path}: {key.text}; expected {offs}, got {_got(value)}. Remove it to go on without."
-        )
-
-    def _wrong(self, path: str, expected: str, value: object) -> None:
-        self.problems.append(f"{path}: expected {expected}, got {_got(value)}")
-
-    def _unknown(self, path: str) -> None:
-        self.problems.append(
-            f"{path}: neither DeepSpeed 0.19.8 nor onefold has this key; {_advice(path)}"
-        )

@@ -1,9 +1,10 @@
 """Engine: the order of calls. No tensor arithmetic here; each station is a file of its own."""
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +17,8 @@ from onefold.grad.window import GradWindow, NoSync
 from onefold.optim import master
 from onefold.optim.accumulation import Accumulation
 from onefold.optim.clip import clip, global_norm
+from onefold.optim.scaler import LossScaler
+from onefold.param.autocast import Autocast
 from onefold.param.full import full_parameters, full_state_dict
 from onefold.param.hooks import ModuleHooks
 from onefold.param.publish import publish
@@ -24,6 +27,10 @@ from onefold.parts import Parts
 from onefold.transaction import Transaction
 from onefold.wire.ledger import Ledger
 from onefold.wire.mesh import leave_world
+
+log = logging.getLogger(__name__)
+
+_NO_FACTOR: Final = 1.0
 
 
 class Engine:
@@ -36,8 +43,11 @@ class Engine:
         device: where the parameters are.
         ledger: every data collective, counted.
         plan: blocks and units, as decided at construction.
+        loss_scaler: the loss scale; fixed at 1.0 but for fp16.
         global_steps: real steps.
+        skipped_steps: steps that were dropped because a gradient was not finite.
         micro_steps: calls of ``step()``, on and off the boundary.
+        clip_factor: what clipping multiplied the gradients of the last step with.
     """
 
     def __init__(self, parts: Parts, lr_scheduler: LRScheduler | None = None) -> None:
@@ -45,17 +55,23 @@ class Engine:
         self.optimizer = parts.optimizer
         self.lr_scheduler = lr_scheduler
         self.device = parts.arena.device
-        self.ledger: Ledger = parts.collectives.ledger
+        self.ledger: Ledger = parts.ledger
+        self.loss_scaler = LossScaler(parts.config.loss_scale)
         self.global_steps = 0
+        self.skipped_steps = 0
         self.micro_steps = 0
+        self.clip_factor = _NO_FACTOR
         self._config = parts.config
         self.plan = parts.plan
         self._world = parts.world
-        self._collectives = parts.collectives
+        self._parts = parts
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
         self._norm: float | None = None
+        self._clipped_by_hand: tuple[float, float] | None = None  # norm before, factor
         self._is_stepping = False
+        self._is_skipping = False
+        self._was_applied = False
         self._num_full = 0  # full_parameters() blocks that are open
 
         managed = parts.config.managed_gradient_accumulation
@@ -64,12 +80,15 @@ class Engine:
             parts.config.gradient_accumulation_steps if managed else None,
             num_ranks=parts.world.size if averages else 1,
         )
-        self._backwards = Backwards()
+        self._backwards = Backwards(wants_scaled=self.loss_scaler.is_active)
+        self._autocast = Autocast(parts.module, parts.config.autocast_dtype, self.device.type)
         unsharder = Unsharder(parts.plan.blocks, parts.units)
         self._module_hooks = ModuleHooks(parts.plan.blocks, parts.units, unsharder, self._backwards)
-        self._transaction = Transaction(parts, self._backwards, self._accumulation, unsharder)
+        self._transaction = Transaction(
+            parts, self._backwards, self._accumulation, unsharder, self._divisor
+        )
         self._publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
-        self._masters = master.Masters(parts.optimizer, self._trainable, self.device)
+        self._masters = master.Masters(parts.optimizer, self._trainable)
         self._optimizer_hooks = master.adopt(
             parts.optimizer,
             drop=self._drop,
@@ -103,7 +122,7 @@ class Engine:
         """Accumulate the gradients of ``loss``; the same as ``loss.backward()``, and it counts.
 
         Args:
-            loss: a scalar that requires a gradient. The graph is not scaled.
+            loss: a scalar that requires a gradient. Under fp16 it is scaled here, and only there.
             retain_graph: as in torch.
             scale_wrt_gas: the step divides by the micro-steps taken; False leaves that out for the
                 whole step.
@@ -126,14 +145,42 @@ class Engine:
                 "one number, and compute it from the engine's forward with gradients enabled."
             )
         self._accumulation.note_backward(scale_wrt_gas)
-        with self._backwards.running(loss):
-            loss.backward(retain_graph=retain_graph)
+        scaled = self._scaled(loss)
+        with self._backwards.running(scaled):
+            scaled.backward(retain_graph=retain_graph)
         steps = self._accumulation.steps if scale_wrt_gas else None
         return loss.detach() / (steps or 1)
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()``.
+
+        Under fp16 every outermost backward must begin with this or with ``engine.backward``;
+        backwards nested in one that did are scaled by what flows into them. Otherwise the scale is
+        1 and this changes nothing. The scale changes in ``step()`` only, so it is the same for all
+        backwards of a step; ``step()`` divides it out.
+
+        Args:
+            loss: any tensor that requires a gradient; scaled in fp32 or wider.
+        """
+        scaled = self._scaled(loss)
+        if self.loss_scaler.is_active:
+            self._backwards.watch_scaled(scaled)
+        return scaled
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if not self.loss_scaler.is_active:
+            return loss
+        return loss.float() * self.loss_scaler.scale
+
+    def _divisor(self) -> float:
+        """What the sum of all gradients is divided by, once."""
+        return self._accumulation.divisor * self.loss_scaler.scale
+
     # -- scopes --------------------------------------------------------------------------------
 
-    def coalesce_grad_reduction(self, *, backwards: int | None = None) -> GradWindow:
+    def coalesce_grad_reduction(
+        self, *, backwards: int | None = None, across: Literal["replicate"] | None = None
+    ) -> GradWindow:
         """A window: any number of backwards, on any rank, and one reduction per unit.
 
         Where gradients are Shard the reduction happens at the end of the outermost window, else in
@@ -144,19 +191,23 @@ class Engine:
             backwards: how many outermost backwards there will be, if known; the last one then
                 hides the reductions behind itself. Where gradients are Partial, and several windows
                 of one step share one reduction, say it in the last window only.
+            across: "replicate" defers the sum over the replicate axis of a two-axis mesh alone:
+                where gradients are Shard every backward still reduces over the shard axis as it
+                goes, on the same units on all of its ranks, and parameters are not resident; so
+                the window holds 1/W of the gradients.
 
         Returns:
             A context manager that yields itself, a ``GradWindow``, as report.
 
         Raises:
-            ValueError: ``backwards`` is below 1.
+            ValueError: ``backwards`` is below 1, or given with ``across``.
             WindowAborted: at the end, on every rank but those whose own error propagates.
             RankMismatchError: at the end, if ranks stand at different places.
         Communication: entry: one all-gather per sharded unit. End: one exchange, and one reduction
             per pending unit where gradients are Shard.
         Memory: all gradients in the accumulation dtype, and all parameters.
         """
-        return GradWindow(self._transaction.open, self._transaction.close, backwards)
+        return GradWindow(self._transaction.open, self._transaction.close, backwards, across)
 
     def no_sync(self) -> NoSync:
         """A scope whose gradients stay local, also after its end, until the next reduction.
@@ -185,17 +236,46 @@ class Engine:
         assert self._norm is not None
         self._masters.show_to_scaler(is_finite=math.isfinite(self._norm))
 
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Reduce what is pending, and clip the averaged gradient; for loops that clip by hand.
+
+        Args:
+            max_norm: largest norm over all parameters, experts and shards, each counted once.
+            norm_type: order of the norm; 1 or above, or inf.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ValueError: ``max_norm`` is not above 0, or ``norm_type`` below 1.
+            StateError: inside an open scope or a backward, or a backward has failed.
+        Communication: that of ``reduce_gradients``, and one exchange.
+        """
+        if not max_norm > 0 or not norm_type >= 1:
+            raise ValueError(
+                f"clip_grad_norm(): expected max_norm above 0 and norm_type of 1 or above, got "
+                f"{max_norm} and {norm_type}."
+            )
+        self._transaction.refuse_inside("clip_grad_norm()")
+        self._reduce(Place.REDUCE_GRADIENTS)
+        norm = global_norm(self._trainable, self._world.control, norm_type)
+        self._clipped_by_hand = norm, clip(self._trainable, norm, max_norm)
+        return norm
+
     def step(self) -> None:
         """End a micro-step; on the boundary reduce, clip, update and publish.
 
         The same as ``optimizer.step()``, and it also steps the scheduler given to ``initialize``
-        after a real step.
+        after a real step. If a gradient is not finite on any rank, the step is skipped on all: the
+        gradients are dropped, and weights, optimizer and scheduler stay as they are.
 
         Raises:
             StateError: inside an open scope or a backward; a backward has failed since the last
                 ``zero_grad()``; a window was aborted and no backward has run since; a parameter's
-                storage was replaced.
+                storage was replaced; under fp16, too many steps in a row were skipped with the
+                scale at its floor.
             RankMismatchError: ranks stand at different places.
+            FloatingPointError: a gradient is not finite, and ``onefold.on_nonfinite`` is "raise".
         Communication: off the boundary none. On it, that of ``reduce_gradients`` and one
             all-gather per unit that is Replicate over sharded masters.
         """
@@ -214,19 +294,52 @@ class Engine:
             self._accumulation.count()
             self._masters.hide()
             return
+        self._is_skipping = False
         self._reduce(Place.STEP)
         assert self._norm is not None
-        clip(self._trainable, self._norm, self._config.gradient_clipping)
-        self._masters.expose()
+        if not math.isfinite(self._norm):
+            self._meet_nonfinite(self._norm)
+        if self._is_skipping:
+            self._masters.hide()
+        else:
+            self.clip_factor = clip(self._trainable, self._norm, self._config.gradient_clipping)
+            self._masters.expose()
+        if self._clipped_by_hand is not None:
+            self._norm, factor = self._clipped_by_hand
+            self.clip_factor *= factor
+        self.loss_scaler.update(self._is_skipping)
+
+    def _meet_nonfinite(self, norm: float) -> None:
+        """Decide what becomes of a step with a gradient that is not finite, alike on all ranks."""
+        policy = "skip" if self.loss_scaler.is_active else self._config.on_nonfinite
+        text = f"step(): the gradient norm over all ranks is {norm}, at step {self.global_steps}"
+        if policy == "raise":
+            raise FloatingPointError(
+                f"{text}. The gradients are still there to be looked at; call zero_grad() on every "
+                "rank to go on."
+            )
+        if policy == "ignore":
+            log.warning("%s; stepping all the same", text)
+            return
+        self._is_skipping = True
+        self.skipped_steps += 1
+        log.warning(
+            "%s; skipped (%d so far), loss scale %g", text, self.skipped_steps, self.loss_scaler.scale
+        )
 
     def _after_step(self) -> None:
+        self._was_applied = self._is_stepping and not self._is_skipping
         if not self._is_stepping:
             return
         self._is_stepping = False
-        publish(self._publish_order, self._collectives)
+        if not self._is_skipping:
+            publish(self._publish_order)
         self._masters.hide()
         self._transaction.end_step()
         self._accumulation.end_step()
+        self._clipped_by_hand = None
+        if self._is_skipping:
+            return
         self.global_steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -235,7 +348,7 @@ class Engine:
         if self._num_full:
             raise StateError(f"{place.call} inside full_parameters(). Leave the with-block first.")
         self._transaction.reduce(place)
-        self._norm = global_norm(self._trainable, self._world.control)
+        self._norm = global_norm(self._trainable, self._world.control, self._config.norm_order)
 
     # -- dropping ------------------------------------------------------------------------------
 
@@ -266,10 +379,18 @@ class Engine:
         """Whether the next ``step()`` steps."""
         return self._accumulation.is_boundary
 
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the weights: on the boundary, and not skipped."""
+        return self._was_applied
+
     # -- reading -------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the averaged gradient before clipping; None before the first step."""
+        """The norm of the averaged gradient before clipping; None before the first step.
+
+        Of order ``onefold.norm_order``, 2 unless told otherwise, or as the last ``clip_grad_norm``
+        said; ``clip_factor`` is what was made of it.
+        """
         return self._norm
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
@@ -294,7 +415,7 @@ class Engine:
             self._trainable,
             self._transaction.reducer,
             self._world.control,
-            self._accumulation.divisor,
+            self._divisor(),
         )
 
     @contextmanager
@@ -319,7 +440,7 @@ class Engine:
         Communication: one all-gather per sharded unit, one broadcast per persistent buffer.
         Memory: the model on the host, one unit on the device.
         """
-        return full_state_dict(self.module, self._units, self._collectives)
+        return full_state_dict(self.module, self._units, self._parts.wires[0], self._world.control)
 
     def destroy(self) -> None:
         """Take the engine off the module and the optimizer, and free its groups.
@@ -327,9 +448,13 @@ class Engine:
         The parameters stay where they are: sharded ones stay freed.
         """
         self._module_hooks.detach()
+        self._autocast.detach()
         self._transaction.detach()
         for handle in self._optimizer_hooks:
             handle.remove()
         master.release(self.optimizer)
-        self._collectives.mesh.destroy()
+        for wire in self._parts.wires:
+            wire.mesh.destroy()
+        for exchange in self._parts.exchanges:
+            exchange.destroy()
         leave_world(self._world)

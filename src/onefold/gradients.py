@@ -31,10 +31,9 @@ from torch import Tensor
 
 from onefold.errors import StateError
 from onefold.wire.buffer import Arena
-from onefold.wire.layout import FlatLayout
 
 if TYPE_CHECKING:
-    from onefold.unit import Slot
+    from onefold.unit import UnitSpec
 
 
 class Gradients:
@@ -47,24 +46,29 @@ class Gradients:
         voids: the same for parts that may still be on the wire.
         has_home: ranks agree that a reduced part exists.
         grad_full: ``[N]`` while bound.
-        grad_shard: ``[S]`` after the first reduction.
+        grad_shard: ``[S]`` after the first reduction, summed over all ranks; in host memory where
+            the optimizer is offloaded.
+        grad_part: ``[S]``, summed over the shard axis and still Partial over the replicate axis.
         is_pending: ``grad_full`` holds something that no reduction has taken yet.
     """
 
     def __init__(
         self,
-        slots: Sequence["Slot"],
-        layout: FlatLayout,
+        spec: "UnitSpec",
         views_of: Callable[[Tensor], list[Tensor]],
         arena: Arena,
+        shard_arena: Arena,
         shard_rank: int,
     ) -> None:
+        slots = spec.slots
         self._slots = slots
-        self._layout = layout
+        self._layout = spec.layout
         self._views_of = views_of
         self._arena = arena
+        self._shard_arena = shard_arena
         self._shard_rank = shard_rank
-        self.dtype = torch.promote_types(slots[0].param.dtype, torch.float32)
+        self.dtype = spec.accumulation_dtype
+        self.shard_dtype = spec.master_dtype
         nan = torch.full((1,), float("nan"), dtype=self.dtype, device=arena.device)
         self._placeholders = [nan.clone().expand(slot.size) for slot in slots]
         self._has_placeholder = [False] * len(slots)
@@ -73,6 +77,7 @@ class Gradients:
         self._divided_by = 1.0
         self.grad_full: Tensor | None = None
         self.grad_shard: Tensor | None = None
+        self.grad_part: Tensor | None = None
         self.is_pending = False
         self.touched = [False] * len(slots)
         self.touched_anywhere = [False] * len(slots)
@@ -80,10 +85,23 @@ class Gradients:
         self.voids = [0] * len(slots)
         self.has_home = False
 
+    def adopt(self) -> None:
+        """The parameters have their dtype: let autograd accumulate in ``dtype``."""
+        for slot in self._slots:
+            if slot.param.dtype != self.dtype:
+                found, slot.param.grad = slot.param.grad, None
+                slot.param.grad_dtype = self.dtype
+                slot.param.grad = None if found is None else found.to(self.dtype)
+
     @property
     def full_bytes(self) -> int:
         """Bytes of ``grad_full`` while bound."""
         return self._layout.numel * self.dtype.itemsize
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of ``grad_part`` while there is one."""
+        return self._layout.shard_numel * self.shard_dtype.itemsize
 
     # -- empty or reduced -> bound ------------------------------------------------------------
 
@@ -202,20 +220,42 @@ class Gradients:
         """Add a finished reduction's ``summed`` ``[S]``, a lease that now belongs here.
 
         Args:
-            summed: this rank's slice of the sum over ranks.
+            summed: this rank's slice of the sum over all ranks, in the dtype of the shard.
             voids: ``voids`` as it was when the reduction was started; parameters that were dropped
                 since are left out.
         """
+        self._void(summed, voids)
+        if self.grad_shard is not None:
+            self.divide(1.0)
+            self.grad_shard.add_(summed.to(self.grad_shard.device))
+            self._arena.give_back(summed)
+        elif self._shard_arena is self._arena:
+            self.grad_shard = summed
+        else:
+            self.grad_shard = self._shard_arena.lease(summed.numel(), summed.dtype)
+            # Ordered before the next use of ``summed``; the host waits in ``Arena.settle``.
+            self.grad_shard.copy_(summed, non_blocking=True)
+            self._arena.give_back(summed)
+
+    def add_part(self, summed: Tensor, voids: Sequence[int]) -> None:
+        """The same for a sum over the shard axis alone, which ``take_part`` hands on."""
+        self._void(summed, voids)
+        if self.grad_part is None:
+            self.grad_part = summed
+        else:
+            self.grad_part.add_(summed)
+            self._arena.give_back(summed)
+
+    def take_part(self) -> Tensor | None:
+        """Hand ``grad_part`` ``[S]`` over, to be summed over the replicate axis."""
+        part, self.grad_part = self.grad_part, None
+        return part
+
+    def _void(self, summed: Tensor, voids: Sequence[int]) -> None:
         self.has_home = True
         for index, (before, now) in enumerate(zip(voids, self.voids, strict=True)):
             if before != now:
                 self._piece_of(summed, index).zero_()
-        if self.grad_shard is None:
-            self.grad_shard = summed
-        else:
-            self.divide(1.0)
-            self.grad_shard.add_(summed)
-            self._arena.give_back(summed)
 
     def divide(self, divisor: float) -> None:
         """Make ``grad_shard`` the sum over ranks divided, once, by ``divisor``."""
@@ -243,8 +283,9 @@ class Gradients:
         self.touched[index] = False
         if self._has_placeholder[index]:
             self._count_drop(index)
-            if self.grad_shard is not None:
-                self._piece_of(self.grad_shard, index).zero_()
+            for reduced in (self.grad_shard, self.grad_part):
+                if reduced is not None:
+                    self._piece_of(reduced, index).zero_()
 
     def _count_drop(self, index: int) -> None:
         self.voids[index] += 1
@@ -265,8 +306,11 @@ class Gradients:
         if self.grad_full is not None:
             self._arena.give_back(self.grad_full)
         if self.grad_shard is not None:
-            self._arena.give_back(self.grad_shard)
+            self._shard_arena.give_back(self.grad_shard)
             self.grad_shard = None
+        if self.grad_part is not None:
+            self._arena.give_back(self.grad_part)
+            self.grad_part = None
         for index, has_placeholder in enumerate(self._has_placeholder):
             if has_placeholder:
                 self._count_drop(index)

@@ -15,15 +15,19 @@ from torch.utils.data.distributed import DistributedSampler
 from onefold.config import Config
 from onefold.engine import Engine
 from onefold.errors import RankMismatchError, describe
+from onefold.experts import expert_parallel_modules
+from onefold.optim.elementwise import check_elementwise
 from onefold.optim.entries import build_optimizer, build_scheduler
 from onefold.optim.master import check_optimizer
 from onefold.param.materialise import check_meta, place_units
 from onefold.parts import Parts
 from onefold.plan import Plan, build_plan
 from onefold.unit import Unit
+from onefold.wire.all_to_all import AllToAll, connect
 from onefold.wire.buffer import Arena
 from onefold.wire.collectives import Collectives
 from onefold.wire.control import Control
+from onefold.wire.grid import DENSE, Cut, ReduceGroup
 from onefold.wire.ledger import Ledger
 from onefold.wire.mesh import DeviceMesh, World, build_mesh, join_world, leave_world
 
@@ -51,6 +55,7 @@ class _Request(NamedTuple):
     model_parameters: ParamsOrGroups | None
     lr_scheduler: LRScheduler | SchedulerFactory | None
     training_data: "Dataset[Any] | None"
+    elementwise: bool
 
 
 class _Prepared(NamedTuple):
@@ -72,6 +77,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
     training_data: "Dataset[Any] | None" = None,
     mesh: DeviceMesh | None = None,
+    elementwise: bool = False,
 ) -> Initialized:
     """Put a model and its optimizer under an engine.
 
@@ -79,8 +85,9 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     first collective on data, exchanged, and raised on all ranks.
 
     Args:
-        model: parameters fp32 or fp64; on the CPU, on this rank's GPU, or on the meta device.
-            Rank 0's parameters and buffers win.
+        model: on the CPU, on this rank's GPU, or on the meta device; cast to bf16 or fp16 if the
+            config says so. Rank 0's parameters and buffers win; of experts, those of the first rank
+            that holds them.
         optimizer: a torch optimizer without state, whose param groups are re-pointed in place; or
             a callable that makes one from ``model_parameters``; or None for the config's entry.
         model_parameters: parameters or param groups; default all that require gradients.
@@ -88,7 +95,11 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
         lr_scheduler: a torch scheduler of that optimizer, or a callable that makes one from it;
             the engine steps it after every real step. None for the config's entry, if any.
         training_data: a dataset; returned as a loader of this rank's micro batches.
-        mesh: one axis of ranks; default all ranks.
+        mesh: the data-parallel ranks; default all ranks on one axis. With two axes named
+            "replicate" and "shard" the ZeRO shards lie along "shard". An axis of experts has the
+            name that their ``ExpertParallel`` says.
+        elementwise: the optimizer is none of torch's elementwise classes, and its update of an
+            element depends on nothing but this element's gradient and state all the same.
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``.
@@ -100,7 +111,9 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     Memory: where parameters are Shard, one unit above the 1/W that stays.
     Source: the signature is that of DeepSpeed's ``initialize``.
     """
-    request = _Request(model, optimizer, model_parameters, lr_scheduler, training_data)
+    request = _Request(
+        model, optimizer, model_parameters, lr_scheduler, training_data, elementwise
+    )
     device = _device_of(model)
     loaded, error = _load(config)
     world = join_world(mesh, device, loaded.timeout_s)
@@ -114,25 +127,55 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
 
 def _assemble(model: nn.Module, prepared: _Prepared, world: World, arena: Arena) -> Initialized:
     """Make the groups and buffers, send rank 0's values home, and start the engine."""
-    wire = build_mesh(
-        world,
-        arena,
-        shards=prepared.plan.home.shards_optimizer,
-        transport=prepared.config.transport,
-        timeout_s=prepared.config.timeout_s,
-    )
-    collectives = Collectives(wire, Ledger())
-    units = tuple(Unit(spec, collectives, arena) for spec in prepared.plan.units)
+    config, plan, ledger = prepared.config, prepared.plan, Ledger()
+    wires: dict[ReduceGroup, Collectives] = {}
+    exchanges: list[AllToAll] = []
+    for group in plan.groups:
+        cut = world.grid.cut(group, world.rank, shards=plan.home.shards_optimizer)
+        wires[group] = Collectives(
+            build_mesh(
+                world, cut, arena, transport=config.transport, timeout_s=config.timeout_s
+            ),
+            ledger,
+        )
+        if group.expert_axis:
+            exchange = _connect_experts(model, group, cut, world, ledger, config.timeout_s)
+            exchanges.append(exchange)
+    host_arena = Arena(torch.device("cpu"), is_pinned=arena.device.type == "cuda")
+    units = tuple(Unit(spec, wires[spec.reduce_group], arena, host_arena) for spec in plan.units)
     place_units(model, units, is_source=world.rank == 0)
     for name, buffer in model.named_buffers():
-        collectives.broadcast(buffer, name)
+        if plan.model_dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.to(plan.model_dtype)
+        wires[DENSE].broadcast(buffer, name)
     if world.rank == 0:
         _announce(prepared)
     parts = Parts(
-        model, prepared.config, prepared.plan, world, collectives, arena, units, prepared.optimizer
+        module=model,
+        config=config,
+        plan=plan,
+        world=world,
+        ledger=ledger,
+        wires=tuple(wires.values()),
+        exchanges=tuple(exchanges),
+        arena=arena,
+        units=units,
+        optimizer=prepared.optimizer,
     )
     engine = Engine(parts, prepared.lr_scheduler)
     return Initialized(engine, prepared.optimizer, prepared.dataloader, prepared.lr_scheduler)
+
+
+def _connect_experts(
+    model: nn.Module, group: ReduceGroup, cut: Cut, world: World, ledger: Ledger, timeout_s: float
+) -> AllToAll:
+    """One exchange for all expert-parallel modules of one axis."""
+    ranks = tuple(world.ranks[position] for position in cut.expert.members)
+    exchange = connect(ranks, timeout_s, ledger)
+    for _, experts in expert_parallel_modules(model):
+        if (experts.axis, experts.size) == (group.expert_axis, group.expert_size):
+            experts.connect(exchange)
+    return exchange
 
 
 def _prepare_together(
@@ -161,16 +204,36 @@ def _load(config: object) -> tuple[Config, Exception | None]:
 def _prepare(request: _Request, config: Config, world: World) -> _Prepared:
     """Everything that needs no other rank."""
     model = request.model
-    names = {id(param): name for name, param in model.named_parameters()}
     check_meta(model)
     optimizer = _make_optimizer(request, config)
+    check_elementwise(optimizer, elementwise=request.elementwise)
+    _keep_local_experts(model, optimizer, world)
+    names = {id(param): name for name, param in model.named_parameters()}
     check_optimizer(optimizer, names)
     trainable = [param for group in optimizer.param_groups for param in group["params"]]
-    plan = build_plan(model, config, trainable, world_size=world.size)
+    plan = build_plan(model, config, trainable, world.grid)
     scheduler = _make_scheduler(config, request.lr_scheduler, optimizer)
     data = request.training_data
     loader = None if data is None else _make_loader(config, data, world)
     return _Prepared(config, optimizer, plan, scheduler, loader)
+
+
+def _keep_local_experts(model: nn.Module, optimizer: Optimizer, world: World) -> None:
+    """Drop the experts of other ranks from the model and from the param groups."""
+    for _, experts in expert_parallel_modules(model):
+        if experts.size == 1:
+            continue
+        group = ReduceGroup(experts.axis, experts.size)
+        world.grid.check([group])
+        own = world.grid.cut(group, world.rank, shards=False).expert.rank
+        foreign = {id(param) for param in experts.foreign(own)}
+        for param_group in optimizer.param_groups:
+            kept = [param for param in param_group["params"] if id(param) not in foreign]
+            for param in param_group["params"]:
+                if id(param) in foreign:
+                    optimizer.state.pop(param, None)
+            param_group["params"] = kept
+        experts.keep_local(own)
 
 
 def _make_optimizer(request: _Request, config: Config) -> Optimizer:
@@ -252,7 +315,12 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
 
 def _optimizer_described(prepared: _Prepared) -> list[str]:
     """Class, settings and members of every param group."""
-    names = {id(slot.param): slot.name for unit in prepared.plan.units for slot in unit.slots}
+    names = {
+        # Experts have other names on other ranks, and the same places.
+        id(slot.param): slot.name if unit.reduce_group == DENSE else f"{unit.index}/{index}"
+        for unit in prepared.plan.units
+        for index, slot in enumerate(unit.slots)
+    }
     groups = [
         {
             key: [names[id(param)] for param in value] if key == "params" else repr(value)

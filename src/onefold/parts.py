@@ -8,8 +8,10 @@ from torch.optim import Optimizer
 from onefold.config import Config
 from onefold.plan import Plan
 from onefold.unit import Unit
+from onefold.wire.all_to_all import AllToAll
 from onefold.wire.buffer import Arena
 from onefold.wire.collectives import Collectives
+from onefold.wire.ledger import Ledger
 from onefold.wire.mesh import World
 
 
@@ -21,7 +23,11 @@ class Parts:
     config: Config
     plan: Plan
     world: World
-    collectives: Collectives
+    ledger: Ledger
+    wires: tuple[Collectives, ...]
+    """One per reduce group; the first is that of dense parameters."""
+    exchanges: tuple[AllToAll, ...]
+    """One per axis of experts, for their inputs and outputs."""
     arena: Arena
     units: tuple[Unit, ...]
     optimizer: Optimizer

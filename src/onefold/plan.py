@@ -2,8 +2,8 @@
 
 A block is what is unsharded as a whole. Where parameters are Replicate a block is a bucketful of
 parameters in reverse registration order; where they are Shard it is one repeated block of the
-model, and everything else is the root block. A block has one unit per combination of dtype, device
-and trainability. The order of the units is the order in which they are reduced (the last layer
+model, and everything else is the root block. A block has one unit per combination of dtype, device,
+reduce group (experts differ) and trainability. The order of the units is the order in which they are reduced (the last layer
 first); they are gathered in the opposite order.
 """
 
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from onefold.config import Config
+from onefold.experts import expert_parallel_modules
 from onefold.unit import Slot, UnitSpec
+from onefold.wire.grid import DENSE, Grid, ReduceGroup
 from onefold.wire.layout import FlatLayout
 from onefold.wire.placements import HOME, Placements
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)  # no forward of their own
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,12 @@ class Plan:
     home: Placements
     blocks: tuple[Block, ...]
     units: tuple[UnitSpec, ...]
+    groups: tuple[ReduceGroup, ...]
+    """The reduce groups of the units; dense parameters first, whether there are any or not."""
+    model_dtype: torch.dtype | None
+    """What parameters and buffers are cast to; None leaves them as they are."""
     num_shards: int
+    """Of dense parameters, as is ``num_replicas``."""
     num_replicas: int
     notes: tuple[str, ...]
     """Decisions worth a line in the log."""
@@ -62,12 +70,12 @@ class Plan:
         """
         gradients = parameters = 0
         for unit in self.units:
-            shard_bytes = unit.layout.shard_numel * unit.dtype.itemsize
-            sent = shard_bytes * (self.num_shards - 1)
+            shard, peers = unit.layout.shard_numel, unit.layout.num_shards - 1
             if unit.is_trainable:
-                whole = 2 * shard_bytes * (self.num_replicas - 1) // self.num_replicas
-                gradients += sent + whole
-            parameters += sent
+                whole = 2 * shard * unit.wire_dtype.itemsize * (unit.num_replicas - 1)
+                gradients += shard * unit.wire_dtype.itemsize * peers
+                gradients += whole // unit.num_replicas
+            parameters += shard * unit.dtype.itemsize * peers
         times = backwards if self.home.shards_gradients else min(1, backwards)
         gathers = 2 * backwards if self.home.shards_parameters else 0
         return times * gradients + gathers * parameters
@@ -76,9 +84,12 @@ class Plan:
         """A hash of names, shapes, dtypes and layouts, equal on all ranks or nothing fits."""
         digest = hashlib.blake2b(digest_size=16)
         for unit in self.units:
-            described = [(s.name, tuple(s.size), s.stride) for s in unit.slots]
-            digest.update(repr((unit.name, described, unit.layout, unit.dtype)).encode())
-            digest.update(repr((unit.is_trainable, self.home)).encode())
+            for index, slot in enumerate(unit.slots):
+                # Experts have other names on other ranks, and the same places.
+                name = slot.name if unit.reduce_group == DENSE else f"{index}"
+                digest.update(repr((name, tuple(slot.size), slot.stride)).encode())
+            digest.update(repr((unit.layout, unit.dtype, unit.is_trainable, self.home)).encode())
+            digest.update(repr((unit.reduce_group, unit.accumulation_dtype)).encode())
         return digest.hexdigest()
 
 
@@ -88,40 +99,63 @@ class _Member:
 
     slot: Slot
     is_trainable: bool
+    dtype: torch.dtype
+    """Of the model: what the parameter will be cast to."""
+    reduce_group: ReduceGroup
 
 
-def build_plan(
-    module: nn.Module, config: Config, trainable: Iterable[Tensor], *, world_size: int
-) -> Plan:
+def build_plan(module: nn.Module, config: Config, trainable: Iterable[Tensor], grid: Grid) -> Plan:
     """Decide blocks, units and layouts.
 
     Args:
-        module: the user's model; may be on the meta device.
-        config: which home placements, bucket size and block classes.
+        module: the user's model; may be on the meta device. Of expert-parallel modules it holds
+            this rank's experts.
+        config: home placements, precision, bucket size, block classes.
         trainable: the parameters that stand in the optimizer's param groups.
-        world_size: number of data-parallel ranks.
+        grid: the data-parallel ranks.
 
     Raises:
         ValueError: a parameter cannot be planned for (sparse gradients, dtype); names them all.
+            Or the experts do not fit the ranks.
     """
     home = HOME[config.stage]
-    in_groups = {id(param) for param in trainable}
-    members = {
-        id(param): _Member(_slot(name, param), id(param) in in_groups)
-        for name, param in module.named_parameters()
-    }
-    _check(module, members.values())
+    members = _members(module, config, {id(param) for param in trainable})
+    _check(module, config, members.values())
     notes = [_untrained_note(members.values())]
-    num_shards = world_size if home.shards_optimizer else 1
+    found = {member.reduce_group for member in members.values()}
+    reduce_groups = (DENSE, *sorted(found - {DENSE}))
+    grid.check(reduce_groups)
     if home.shards_parameters:
         groups = _by_repeated_block(module, config.block_classes, members)
     else:
         bucket_numel, note = _bucket_numel(config, members.values())
         notes.append(note)
         groups = _by_bucket(module, members, bucket_numel)
-    blocks, units = _units_of(module, groups, home, num_shards)
+    blocks, units = _units_of(module, groups, config, grid)
     told = tuple(note for note in notes if note)
-    return Plan(home, blocks, units, num_shards, world_size // num_shards, told)
+    dense = grid.cut(DENSE, 0, shards=home.shards_optimizer)
+    num_shards, num_replicas = len(dense.shard.members), len(dense.replicate.members)
+    model_dtype = _DTYPES.get(config.precision or "")
+    return Plan(home, blocks, units, reduce_groups, model_dtype, num_shards, num_replicas, told)
+
+
+def _members(module: nn.Module, config: Config, in_groups: set[int]) -> dict[int, _Member]:
+    reduce_groups = {
+        id(param): ReduceGroup(experts.axis, experts.size)
+        for _, experts in expert_parallel_modules(module)
+        for param in experts.parameters()
+        if experts.size > 1
+    }
+    cast = _DTYPES.get(config.precision or "")
+    return {
+        id(param): _Member(
+            _slot(name, param),
+            id(param) in in_groups,
+            cast if cast is not None and param.is_floating_point() else param.dtype,
+            reduce_groups.get(id(param), DENSE),
+        )
+        for name, param in module.named_parameters()
+    }
 
 
 def _slot(name: str, param: nn.Parameter) -> Slot:
@@ -143,20 +177,30 @@ def _is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _check(module: nn.Module, members: Iterable[_Member]) -> None:
+def _check(module: nn.Module, config: Config, members: Iterable[_Member]) -> None:
     problems = [
         f"{name} ({type(child).__name__}) was built with sparse=True; expected dense gradients, "
         "because they travel in flat buffers. Build it with sparse=False."
         for name, child in module.named_modules()
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
     ]
+    trains_in = {torch.float32, torch.float64, torch.bfloat16}
+    if config.precision == "fp16":
+        trains_in.add(torch.float16)
+    narrow = _DTYPES.get(config.grad_accum_dtype or "fp32")
     for member in members:
-        dtype = member.slot.param.dtype
-        if member.is_trainable and dtype not in (torch.float32, torch.float64):
+        if not member.is_trainable:
+            continue
+        if member.dtype not in trains_in:
             problems.append(
-                f"{member.slot.name} is trainable and of dtype {dtype}; expected float32 or "
-                "float64. Convert the model with .float(), or leave the parameter out of the "
-                "optimizer."
+                f"{member.slot.name} is trainable and of dtype {member.dtype}; expected float32, "
+                "float64 or bfloat16, or float16 with fp16.enabled, which scales the loss. Convert "
+                "the model with .float(), or leave the parameter out of the optimizer."
+            )
+        elif narrow not in (torch.float32, member.dtype):
+            problems.append(
+                f"data_types.grad_accum_dtype: expected fp32, or the dtype of {member.slot.name}, "
+                f"{member.dtype}, got {config.grad_accum_dtype}"
             )
     if problems:
         raise ValueError("initialize(model=): " + "\n".join(problems))
@@ -274,29 +318,65 @@ def _owners(module: nn.Module, members: Iterable[_Member]) -> list[nn.Module]:
 def _units_of(
     module: nn.Module,
     groups: Iterable[tuple[str, list[_Member], tuple[nn.Module, ...]]],
-    home: Placements,
-    num_shards: int,
+    config: Config,
+    grid: Grid,
 ) -> tuple[tuple[Block, ...], tuple[UnitSpec, ...]]:
     blocks: list[Block] = []
     units: list[UnitSpec] = []
     for block_name, members, modules in groups:
-        kinds: dict[tuple[torch.dtype, torch.device, bool], list[Slot]] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, torch.device, ReduceGroup, bool], list[Slot]]
+        kinds = defaultdict(list)
         for member in members:
-            param = member.slot.param
-            kinds[param.dtype, param.device, member.is_trainable].append(member.slot)
-        indices: list[int] = []
-        for (dtype, device, is_trainable), slots in kinds.items():
-            numels = [slot.param.numel() for slot in slots]
-            layout = FlatLayout.build(numels, itemsize=dtype.itemsize, num_shards=num_shards)
-            name = block_name if len(kinds) == 1 else f"{block_name}/{len(indices)}"
-            device = _home_device(device)
-            indices.append(len(units))
-            units.append(
-                UnitSpec(len(units), name, tuple(slots), layout, dtype, device, is_trainable, home)
+            kind = (
+                member.dtype,
+                _home_device(member.slot.param.device),
+                member.reduce_group,
+                member.is_trainable,
             )
-        is_root = home.shards_parameters and modules[0] is module
+            kinds[kind].append(member.slot)
+        indices: list[int] = []
+        for kind, slots in kinds.items():
+            name = block_name if len(kinds) == 1 else f"{block_name}/{len(indices)}"
+            indices.append(len(units))
+            units.append(_unit_of(len(units), name, slots, kind, config, grid))
+        is_root = HOME[config.stage].shards_parameters and modules[0] is module
         blocks.append(Block(block_name, tuple(indices), modules, is_root))
     return tuple(blocks), tuple(units)
+
+
+def _unit_of(  # noqa: PLR0913
+    index: int,
+    name: str,
+    slots: list[Slot],
+    kind: tuple[torch.dtype, torch.device, ReduceGroup, bool],
+    config: Config,
+    grid: Grid,
+) -> UnitSpec:
+    dtype, device, reduce_group, is_trainable = kind
+    home = HOME[config.stage]
+    cut = grid.cut(reduce_group, 0, shards=home.shards_optimizer)
+    wide = torch.promote_types(dtype, torch.float32)
+    is_narrow = config.grad_accum_dtype not in (None, "fp32")
+    return UnitSpec(
+        index=index,
+        name=name,
+        slots=tuple(slots),
+        layout=FlatLayout.build(
+            [slot.param.numel() for slot in slots],
+            itemsize=dtype.itemsize,
+            num_shards=len(cut.shard.members),
+        ),
+        dtype=dtype,
+        accumulation_dtype=dtype if is_narrow else wide,
+        wire_dtype=_DTYPES.get(config.communication_data_type or "", dtype),
+        device=device,
+        is_trainable=is_trainable,
+        home=home,
+        reduce_group=reduce_group,
+        num_replicas=len(cut.replicate.members),
+        offloads_optimizer=config.offload_optimizer and is_trainable,
+        offloads_parameters=config.offload_param,
+    )
 
 
 def _home_device(device: torch.device) -> torch.device:

@@ -9,6 +9,7 @@ gradients are Shard; where they are Partial they wait for ``step()``.
 """
 
 import logging
+from collections.abc import Callable
 from typing import NoReturn
 
 from onefold.backward import Backwards
@@ -41,6 +42,7 @@ class Transaction:
         backwards: Backwards,
         accumulation: Accumulation,
         unsharder: Unsharder,
+        divisor: Callable[[], float],
     ) -> None:
         self.keeper = Keeper()
         self.last_window: GradWindow | None = None
@@ -48,16 +50,17 @@ class Transaction:
         self._home = parts.plan.home
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
-        self._collectives = parts.collectives
-        self._ledger = parts.collectives.ledger
+        self._connections = (*parts.wires, *parts.exchanges)
+        self._ledger = parts.ledger
         self._control = parts.world.control
         self._backwards = backwards
         self._accumulation = accumulation
+        self._divisor = divisor
         self._unsharder = unsharder
         self._arena = parts.arena
         self._mark: dict[str, Total] = {}
         self._is_aborted = False
-        self.reducer = Reducer(parts.units, parts.collectives, parts.arena)
+        self.reducer = Reducer(parts.units, parts.arena)
         self._arming = Arming(self._trainable, self.reducer, self._next_is_last)
         self._hooks = ReadyHooks(
             self._trainable, backwards, self.keeper, self.reducer, self._arming
@@ -67,15 +70,17 @@ class Transaction:
 
     def detach(self) -> None:
         """Take the hooks off the user's parameters."""
-        self._hooks.detach()
+        self._hooks.remove()
 
     # -- scopes --------------------------------------------------------------------------------
 
     def open(self, scope: Scope) -> None:
-        """Open a scope; the outermost makes parameters resident and binds gradients."""
-        if not self.keeper.push(scope):
+        """Open a scope; the first that keeps units makes parameters resident, binds gradients."""
+        starts_keeping = self.keeper.push(scope)
+        if scope is self.keeper.outermost:
+            self._mark = self._ledger.mark()
+        if not starts_keeping:
             return
-        self._mark = self._ledger.mark()
         try:
             self._unsharder.enter()
             self._bind_all()
@@ -84,7 +89,7 @@ class Transaction:
             raise
 
     def _bind_all(self) -> None:
-        """Inside a scope everything is bound, and nobody watches unless a backward is armed."""
+        """Where units are kept all are bound, and nobody watches unless a backward is armed."""
         for unit in self._trainable:
             unit.gradients.bind()
         self._hooks.detach()
@@ -102,17 +107,18 @@ class Transaction:
             reason = None if error is None else describe(error)
             scope.failure = scope.failure or reason or self._backwards.failure
             scope.outcome = "kept"
-        if not self.keeper.pop(scope):
-            return
-        lost = self._leave()
-        if lost is not None:
-            scope.failure = scope.failure or describe(lost)
-        self._hooks.attach()
-        if isinstance(scope, NoSync):
-            if scope.failure is not None:
-                self._backwards.fail(scope.failure)
-        else:
-            self._end_window(scope, error or lost)
+        lost = None
+        if self.keeper.ends_keeping(scope):
+            lost = self._leave()
+            if lost is not None:
+                scope.failure = scope.failure or describe(lost)
+            self._hooks.attach()
+        if self.keeper.pop(scope):
+            if isinstance(scope, NoSync):
+                if scope.failure is not None:
+                    self._backwards.fail(scope.failure)
+            else:
+                self._end_window(scope, error or lost)
         if lost is not None and error is None:
             raise lost
 
@@ -146,8 +152,11 @@ class Transaction:
             raise WindowAborted(rank, reason, window.backwards)
 
     def _report(self, window: GradWindow) -> None:
-        held = sum(unit.gradients.full_bytes for unit in self._trainable)
-        window.bytes_held = held + sum(u.full_bytes for u in self._units if u.frees_parameters)
+        if window.keeps_units:
+            held = sum(unit.gradients.full_bytes for unit in self._trainable)
+            window.bytes_held = held + sum(u.full_bytes for u in self._units if u.frees_parameters)
+        else:
+            window.bytes_held = sum(unit.gradients.part_bytes for unit in self._trainable)
         window.bytes_sent_per_backward = self._plan.bytes_per_backward(window.backwards)
         changes = self._ledger.since(self._mark)
         window.collectives = {kind: total.count for kind, total in changes.items()}
@@ -188,8 +197,9 @@ class Transaction:
                 "has run since, on any rank. Run the step's backwards again first."
             )
         self._is_aborted = False
+        self._arena.settle()
         for unit in self._trainable:
-            unit.gradients.divide(self._accumulation.divisor)
+            unit.gradients.divide(self._divisor())
 
     def _flush(self, place: Place, failure: str | None) -> Agreement:
         """The exchange, then every pending unit's reduction, where this place reduces."""
@@ -200,6 +210,8 @@ class Transaction:
             if place is not Place.WINDOW_EXIT:
                 for unit in self._units:
                     unit.check_storage()
+                    if unit.is_unsharded and unit.was_written():
+                        unit.keep_writes()
         except StateError as error:
             failure = failure or str(error)
         agreement = exchange(self._trainable, self.reducer, self._control, place, failure)
@@ -251,8 +263,10 @@ class Transaction:
     def _abandon(self) -> None:
         """Drop everything since the last step, on every rank, and forget why."""
         self.reducer.abandon()
-        if self._control.largest([int(self._collectives.is_broken)])[0]:
-            self._collectives.rebuild()
+        are_broken = self._control.largest([int(one.is_broken) for one in self._connections])
+        for connection, is_broken in zip(self._connections, are_broken, strict=True):
+            if is_broken:
+                connection.rebuild()
         self._backwards.forgive()
         self.end_step()
         self._is_aborted = True

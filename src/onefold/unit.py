@@ -7,10 +7,12 @@ Legend: W size of the shard axis, N padded elements of the unit, S = N / W, P pa
 | `param_full`  | [N]   | model        | always where parameters are Replicate; else while held  |
 | `param_shard` | [S]   | model        | always; a view of `param_full` where that is Replicate  |
 | `grad_full`   | [N]   | accumulation | Partial: from bind (first gradient) to the reduction    |
-| `grad_shard`  | [S]   | accumulation | from the first reduction to the step                    |
-| `master`      | [S]   | fp32 / fp64  | always; the same memory as `param_shard`                |
+| `grad_shard`  | [S]   | master       | from the first reduction to the step                    |
+| `master`      | [S]   | fp32 / fp64  | always, if trainable; `param_shard` itself where dtype  |
+|               |       |              | and memory are the same                                 |
 
-The parameter half is here, the gradient half in ``gradients.py``.
+`master` and `grad_shard` are in host memory where the optimizer is offloaded, `param_shard` where
+the parameters are. The parameter half is here, the gradient half in ``gradients.py``.
 
 | parameters are | `param.data` is                          | moves                              |
 |----------------|------------------------------------------|------------------------------------|
@@ -29,6 +31,7 @@ from onefold.errors import StateError
 from onefold.gradients import Gradients
 from onefold.wire.buffer import Arena
 from onefold.wire.collectives import Collectives, Handle
+from onefold.wire.grid import ReduceGroup
 from onefold.wire.layout import FlatLayout, Piece
 from onefold.wire.placements import Placements
 
@@ -55,15 +58,45 @@ class UnitSpec:
     slots: tuple[Slot, ...]
     layout: FlatLayout
     dtype: torch.dtype
+    """Of the parameters as forward reads them."""
+    accumulation_dtype: torch.dtype
+    """In which backwards are added."""
+    wire_dtype: torch.dtype
+    """In which gradients travel."""
     device: torch.device
     is_trainable: bool
     home: Placements
+    reduce_group: ReduceGroup
+    num_replicas: int
+    """R: the size of the replicate axis its gradients are summed over."""
+    offloads_optimizer: bool
+    """``master`` and ``grad_shard`` are in host memory."""
+    offloads_parameters: bool
+    """``param_shard`` is in host memory."""
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Fp32 or wider."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def has_own_master(self) -> bool:
+        """The master is another memory than ``param_shard``."""
+        same_memory = self.offloads_optimizer == self.offloads_parameters
+        return self.is_trainable and not (same_memory and self.dtype == self.master_dtype)
 
 
 class Unit:
-    """One unit's buffers and legal moves. Built by the engine from a ``UnitSpec``."""
+    """One unit's buffers and legal moves. Built by the engine from a ``UnitSpec``.
 
-    def __init__(self, spec: UnitSpec, collectives: Collectives, arena: Arena) -> None:
+    Attributes:
+        wire: the collectives of its reduce group.
+        master: ``[S]``, what the optimizer updates; ``param_shard`` where nothing else is needed.
+    """
+
+    def __init__(
+        self, spec: UnitSpec, collectives: Collectives, arena: Arena, host_arena: Arena
+    ) -> None:
         self.spec = spec
         self.index = spec.index
         self.name = spec.name
@@ -74,7 +107,8 @@ class Unit:
         self.frees_parameters = spec.home.shards_parameters
         self.holds = 0
         self.is_unsharded = False
-        self._collectives = collectives
+        self.wire = collectives
+        self._host_arena = host_arena
         self._gather: Handle | None = None
         self._left_versions: list[int] = []
         self._nothing = float("nan") if spec.dtype.is_floating_point else 0
@@ -82,8 +116,10 @@ class Unit:
         self.param_full = torch.empty(self.layout.numel, dtype=spec.dtype, device=spec.device)
         self.views = self.views_of(self.param_full)
         self.param_shard = self.param_full[self._own_slice]
+        self.master = self.param_shard
         self.param_full.untyped_storage().resize_(0)  # until allocate(): units are placed in turn
-        self.gradients = Gradients(self.slots, self.layout, self.views_of, arena, self.shard_rank)
+        shard_arena = host_arena if spec.offloads_optimizer else arena
+        self.gradients = Gradients(spec, self.views_of, arena, shard_arena, self.shard_rank)
 
     @property
     def _own_slice(self) -> slice:
@@ -94,11 +130,6 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of ``param_full`` while it is filled."""
         return self.layout.numel * self.spec.dtype.itemsize
-
-    @property
-    def master(self) -> Tensor:
-        """``[S]``, what the optimizer updates."""
-        return self.param_shard
 
     def piece(self, index: int) -> Piece:
         """This rank's part of parameter ``index``."""
@@ -125,18 +156,40 @@ class Unit:
         Memory: N elements; where parameters are Shard all but S of them are freed again.
         """
         self.allocate()
-        for slot, view in zip(self.slots, self.views, strict=True):
+        values = self.param_full
+        if self.spec.is_trainable and self.spec.dtype != self.spec.master_dtype:
+            # The master starts from the values before they are rounded to the model's dtype.
+            values = torch.zeros_like(self.param_full, dtype=self.spec.master_dtype)
+        for slot, view in zip(self.slots, self.views_of(values), strict=True):
             view.copy_(slot.param.detach())
-        self.settle_home()
+        self.settle_home(values)
 
-    def settle_home(self) -> None:
-        """``param_full`` holds rank 0's values (on rank 0): send them and go home."""
-        self._collectives.broadcast(self.param_full, self.name)
+    def settle_home(self, values: Tensor | None = None) -> None:
+        """Send rank 0's ``values`` ``[N]``, by default those in ``param_full``, and go home."""
+        values = self.param_full if values is None else values
+        self.wire.broadcast(values, self.name)
+        if values is not self.param_full:
+            self.param_full.copy_(values)
         self.is_unsharded = True
         self._point_at(self.views)
         if self.frees_parameters:
-            self.param_shard = self.param_full[self._own_slice].clone()
+            own = self.param_full[self._own_slice]
+            self.param_shard = self._kept(own, self.spec.offloads_parameters, self.spec.dtype)
+        self.master = self.param_shard
+        if self.spec.has_own_master:
+            own = values[self._own_slice]
+            self.master = self._kept(own, self.spec.offloads_optimizer, self.spec.master_dtype)
+        if self.spec.is_trainable:
+            self.gradients.adopt()
+        if self.frees_parameters:
             self._free()
+
+    def _kept(self, own: Tensor, is_on_host: bool, dtype: torch.dtype) -> Tensor:
+        """A copy of ``own`` that stays for the engine's life."""
+        if not is_on_host:
+            return own.to(dtype, copy=True)
+        kept = self._host_arena.allocate(own.numel(), dtype)
+        return kept.copy_(own)
 
     # -- parameters: sharded, unsharding, unsharded ------------------------------------------
 
@@ -155,9 +208,10 @@ class Unit:
         # The storage object stays the same for ever: views that autograd saved before it was
         # emptied (a transposed weight) are valid again once it is filled.
         self.param_full.untyped_storage().resize_(self.full_bytes)
-        self._gather = self._collectives.start_all_gather(
-            self.param_shard, self.param_full, self.index, self.name
-        )
+        shard = self.param_shard
+        if self.spec.offloads_parameters:  # in its place, from where it is sent
+            shard = self.param_full[self._own_slice].copy_(shard, non_blocking=True)
+        self._gather = self.wire.start_all_gather(shard, self.param_full, self.index, self.name)
 
     def finish_unshard(self) -> None:
         """Wait for the parameters and make them readable."""
@@ -196,8 +250,9 @@ class Unit:
 
     def gather(self, shard: Tensor) -> Tensor:
         """A new ``[N]`` that holds every rank's ``shard`` ``[S]``, for reading."""
-        flat = torch.empty(self.layout.numel, dtype=shard.dtype, device=shard.device)
-        self._collectives.start_all_gather(shard, flat, self.index, f"{self.name} (read)").wait()
+        flat = torch.empty(self.layout.numel, dtype=shard.dtype, device=self.spec.device)
+        shard = shard.to(self.spec.device)
+        self.wire.start_all_gather(shard, flat, self.index, f"{self.name} (read)").wait()
         return flat
 
     def was_written(self) -> bool:
@@ -208,11 +263,30 @@ class Unit:
         )
 
     def keep_writes(self) -> None:
-        """Copy this rank's slice of the parameters into the master."""
+        """Copy this rank's slice of the parameters into the master, where it was changed."""
         own = self.param_full[self._own_slice]
         if own.data_ptr() != self.param_shard.data_ptr():
             self.param_shard.copy_(own)
+        if self.spec.has_own_master:
+            written = own.to(self.master.device)
+            # What nobody changed keeps the bits that the model's dtype has no room for.
+            is_same = self.master.to(self.spec.dtype) == written
+            self.master.copy_(torch.where(is_same, self.master, written.to(self.master.dtype)))
         self._left_versions = [param._version for param in self.params]
+
+    def start_publish(self) -> Handle | None:
+        """Bring the stepped master to where forward reads it; the caller waits for the handle.
+
+        Communication: where parameters are Replicate over a shard axis one all-gather,
+            (W-1)/W * N * itemsize bytes out and in.
+        """
+        if self.spec.has_own_master:
+            self.param_shard.copy_(self.master, non_blocking=True)
+        if self.frees_parameters:
+            return None
+        return self.wire.start_all_gather(
+            self.param_shard, self.param_full, self.index, self.name
+        )
 
     def publish_version(self) -> None:
         """The parameters have new values: a backward on an older graph must raise, as in torch."""

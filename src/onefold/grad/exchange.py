@@ -6,9 +6,9 @@ reductions, which units have something pending on any rank, which parameters wer
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from onefold.errors import RankMismatchError
 from onefold.grad.reduce import Reducer
@@ -16,6 +16,8 @@ from onefold.unit import Unit
 from onefold.wire.control import Control
 
 log = logging.getLogger(__name__)
+
+_BOTTOM: Final = -(2**31)
 
 
 class Place(IntEnum):
@@ -57,24 +59,27 @@ def exchange(
     Raises:
         RankMismatchError: ranks stand at different places, launched different reductions outside a
             window, or dropped reduced gradients on some ranks only. Raised on every rank.
-    Communication: one all-reduce of (units + 2 * parameters + 7) integers on the control group;
-        where ranks launched different reductions, their logs and one more all-reduce.
+    Communication: one maximum of (units + 2 * parameters + 7) integers on the control group (of
+        experts, as many parameters as their axis has ranks); where ranks launched different
+        reductions, their logs and one more maximum.
     """
-    drops = _hash([unit.gradients.drops for unit in units])
-    launched = _hash([launch.unit_index for launch in reducer.log])
-    head = [place, -place, launched, -launched, drops, -drops, int(failure is not None)]
+    launched = _hash([launch[:2] for launch in reducer.log])
+    head = [place, -place, launched, -launched, int(failure is not None)]
     pending = _pending(units)
-    touched = [int(flag) for unit in units for flag in unit.gradients.touched]
-    voids = [count for unit in units for count in unit.gradients.voids]
-    largest = control.largest([*head, *pending, *touched, *voids])
-    last, first, more, fewer, most, least, failed, *flags = largest
+    drops = _drops(units)
+    touched = _by_holder(units, [[int(t) for t in unit.gradients.touched] for unit in units])
+    voids = _by_holder(units, [unit.gradients.voids for unit in units])
+    largest = control.largest([*head, *pending, *drops, *touched, *voids])
+    last, first, more, fewer, failed, *flags = largest
     if last != -first:
         places = {rank: Place(at).call for rank, at in enumerate(control.gather(int(place)))}
         raise RankMismatchError(
             f"ranks came to an exchange at different places: {places}. Every rank must open and "
             "close the same windows and call step() equally often."
         )
-    is_pending, per_slot = flags[: len(units)], flags[len(units) :]
+    is_pending, flags = flags[: len(units)], flags[len(units) :]
+    all_drops, per_slot = flags[: len(drops)], flags[len(drops) :]
+    any_touched, all_voids = per_slot[: len(touched)], per_slot[len(touched) :]
     if more != -fewer:
         try:
             reducer.catch_up(control.gather(reducer.log))
@@ -88,16 +93,20 @@ def exchange(
     if failed:
         reasons = control.gather(failure)
         failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-    elif most != -least:
+    elif any(most != -least for most, least in zip(all_drops[::2], all_drops[1::2], strict=True)):
         raise RankMismatchError(
             "gradients that had been reduced were dropped (zero_grad(), or a parameter's grad set "
             "to None) on some ranks only. Drop them on every rank, or on none."
         )
-    _tell(units, per_slot[: len(touched)], per_slot[len(touched) :])
+    for unit, flags_of, voids_of in zip(
+        units, _of_holder(units, any_touched), _of_holder(units, all_voids), strict=True
+    ):
+        unit.gradients.touched_anywhere = [bool(flag) for flag in flags_of]
+        unit.gradients.voids = voids_of
     return Agreement(
         failures,
         [unit for unit, flag in zip(units, is_pending, strict=True) if flag],
-        any(per_slot[: len(touched)]),
+        any(any_touched),
     )
 
 
@@ -110,11 +119,37 @@ def _hash(value: object) -> int:
     return zlib.crc32(repr(value).encode()) >> 1
 
 
-def _tell(units: Sequence[Unit], touched: Sequence[int], voids: Sequence[int]) -> None:
-    """Give every unit what the ranks agreed on about its parameters."""
-    position = 0
+# [Note: holders] Ranks at different places of an expert axis hold different parameters in the same
+# unit. What is said of one parameter is therefore written into a field of its holders' own, which
+# the other ranks leave at the bottom. Dense parameters have one field: everybody is a holder.
+
+
+def _by_holder(units: Sequence[Unit], values: Sequence[Sequence[int]]) -> list[int]:
+    """``values`` of every unit's parameters, in fields of their holders."""
+    fields: list[int] = []
+    for unit, own in zip(units, values, strict=True):
+        expert = unit.wire.mesh.expert
+        for holder in range(len(expert.members)):
+            fields += own if holder == expert.rank else [0] * len(own)
+    return fields
+
+
+def _of_holder(units: Sequence[Unit], fields: Sequence[int]) -> Iterator[list[int]]:
+    """What the ranks agreed on about this rank's parameters, unit by unit."""
+    begin = 0
     for unit in units:
-        own = slice(position, position + len(unit.slots))
-        unit.gradients.touched_anywhere = [bool(flag) for flag in touched[own]]
-        unit.gradients.voids = list(voids[own])
-        position = own.stop
+        expert, numel = unit.wire.mesh.expert, len(unit.slots)
+        own = begin + expert.rank * numel
+        yield list(fields[own : own + numel])
+        begin += len(expert.members) * numel
+
+
+def _drops(units: Sequence[Unit]) -> list[int]:
+    """Per reduce group and holder a hash of the drops and its negative: equal, or they differ."""
+    fields: list[int] = []
+    groups = {unit.spec.reduce_group: unit.wire.mesh.expert for unit in units}
+    for group, expert in groups.items():
+        drops = _hash([u.gradients.drops for u in units if u.spec.reduce_group == group])
+        for holder in range(len(expert.members)):
+            fields += [drops, -drops] if holder == expert.rank else [_BOTTOM, _BOTTOM]
+    return fields

@@ -21,7 +21,7 @@ def full_grad(
     """See ``Engine.full_grad``; ``divisor`` is what the sum is, or will be, divided by."""
     unit, index = _find(param, units)
     gradients = unit.gradients
-    pending = gradients.collect() or reducer.is_in_flight(unit)
+    pending = gradients.collect() or reducer.is_in_flight(unit) or gradients.grad_part is not None
     is_pending, is_touched = control.largest([int(pending), int(gradients.touched[index])])
     if is_pending:
         raise StateError(

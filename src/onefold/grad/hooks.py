@@ -57,6 +57,12 @@ class ReadyHooks:
 
     def detach(self) -> None:
         """Watch nothing: gradients are bound and nobody waits."""
+        if self._backwards.wants_scaled:
+            return  # somebody always waits: a backward that is not scaled must be refused
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off the user's parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -67,6 +73,7 @@ class ReadyHooks:
         self._arming.begin(task)
 
     def _before(self, unit: Unit, index: int, _grad: Tensor) -> None:
+        self._backwards.check_scaled(unit.slots[index].name)
         if unit.gradients.grad_full is not None:
             return
         self._backwards.observe()
@@ -89,7 +96,7 @@ class ReadyHooks:
             self._ready[unit.index].clear()
             unit.gradients.collect()
             self._reducer.make_room()
-            self._reducer.launch(unit)
+            self._reducer.launch(unit, crosses=self._keeper.crosses())
 
     def _completes(self, unit: Unit, index: int) -> bool:
         ready = self._ready[unit.index]

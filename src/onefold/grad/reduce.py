@@ -1,7 +1,9 @@
 """Station 3, reduce. From: ``grad/window`` (a unit that is not kept). To: ``optim/clip``.
 
 ``launch`` hands a unit's ``grad_full`` to the wire; ``finish`` adds this rank's slice of the sum to
-``grad_shard``. Every launch is written into a log. At an exchange the ranks compare the lengths of
+``grad_shard``. On a mesh of two axes that is a reduce-scatter over ``shard`` and, when its sum is
+there, an all-reduce over ``replicate``, which a scope may defer: then the sum over ``shard`` is
+added to ``grad_part`` and crosses with the flush. Every launch is written into a log. At an exchange the ranks compare the lengths of
 their logs, and a rank that launched less (its body failed, or it ran fewer backwards) follows the
 longest log, so that every started collective has all its partners and nothing hangs.
 """
@@ -17,7 +19,7 @@ from torch import Tensor
 from onefold.errors import RankMismatchError
 from onefold.unit import Unit
 from onefold.wire.buffer import Arena
-from onefold.wire.collectives import Collectives, Handle
+from onefold.wire.collectives import Handle
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ class Launch(NamedTuple):
     """An entry of the log."""
 
     unit_index: int
+    crosses: bool
+    """Summed over the replicate axis, too."""
     voids: tuple[int, ...]
 
 
@@ -38,11 +42,23 @@ class Reduction:
     """One unit's reduction on the wire."""
 
     unit: Unit
-    grad_full: Tensor  # [N], leased; held until the wire is done with it
+    grad_full: Tensor | None  # [N], leased; held until the wire is done with it
     summed: Tensor  # [S], leased, or grad_full itself where S = N
     handle: Handle
+    crosses: bool
     voids: Sequence[int]
     """The unit's ``voids`` at launch: what was dropped since is dropped on arrival."""
+    is_crossing: bool = False
+
+    def cross(self) -> None:
+        """When the sum over the shard axis is there, start the one over the replicate axis."""
+        if self.crosses and not self.is_crossing:
+            self.is_crossing = True
+            self.handle.wait()
+            spec = self.unit.spec
+            self.handle = self.unit.wire.start_all_reduce(
+                self.summed, spec.index, spec.name, spec.wire_dtype
+            )
 
 
 class Reducer:
@@ -52,36 +68,42 @@ class Reducer:
         log: what was launched since the last exchange.
     """
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, arena: Arena) -> None:
+    def __init__(self, units: Sequence[Unit], arena: Arena) -> None:
         self._units = units
-        self._collectives = collectives
         self._arena = arena
         self._in_flight: deque[Reduction] = deque()
         self.log: list[Launch] = []
 
-    def launch(self, unit: Unit, voids: Sequence[int] | None = None) -> None:
+    def launch(
+        self, unit: Unit, *, crosses: bool = True, voids: Sequence[int] | None = None
+    ) -> None:
         """Start reducing what ``unit`` has accumulated; zeros where this rank has nothing.
 
         Args:
             unit: its gradients are collected.
+            crosses: sum over the replicate axis now, too; else when ``reduce`` is called.
             voids: what another rank noted at the launch that this one follows.
         Communication: over ``shard`` one reduce-scatter of N elements, over ``replicate`` one
-        all-reduce of S elements; whichever axis has more than one rank.
+            all-reduce of S elements; only over axes of more than one rank.
         Memory: N + S elements until ``finish`` (and the transport's receive buffers).
-        Source: ZeRO (arXiv:1910.02054) sec. 5.2; bucketing after DDP (arXiv:2006.15704) sec. 3.2.
+        Source: ZeRO (arXiv:1910.02054) sec. 5.2; bucketing after DDP (arXiv:2006.15704) sec. 3.2;
+            two axes after FSDP (arXiv:2304.11277) sec. 3.2.2.
         """
-        grad_full = unit.gradients.take()
-        if unit.layout.num_shards == 1:
-            summed = grad_full
-            handle = self._collectives.start_all_reduce(summed, unit.index, unit.name)
+        spec, gradients = unit.spec, unit.gradients
+        grad_full = gradients.take()
+        voids = tuple(gradients.voids if voids is None else voids)
+        self.log.append(Launch(unit.index, crosses, voids))
+        if unit.layout.num_shards == 1 and grad_full.dtype == gradients.shard_dtype:
+            reduction = Reduction(unit, None, grad_full, Handle(unit.wire), crosses, voids)
         else:
-            summed = self._arena.lease(unit.layout.shard_numel, grad_full.dtype)
-            handle = self._collectives.start_reduce_scatter(
-                grad_full, summed, unit.index, unit.name
+            summed = self._arena.lease(unit.layout.shard_numel, gradients.shard_dtype)
+            handle = unit.wire.start_reduce_scatter(
+                grad_full, summed, unit.index, unit.name, spec.wire_dtype
             )
-        voids = tuple(unit.gradients.voids if voids is None else voids)
-        self._in_flight.append(Reduction(unit, grad_full, summed, handle, voids))
-        self.log.append(Launch(unit.index, voids))
+            reduction = Reduction(unit, grad_full, summed, handle, crosses, voids)
+        if unit.layout.num_shards == 1:
+            reduction.cross()
+        self._in_flight.append(reduction)
 
     def make_room(self) -> None:
         """Finish the oldest reductions until there is room for one more on the wire."""
@@ -94,10 +116,19 @@ class Reducer:
             self._finish_oldest()
 
     def reduce(self, units: Iterable[Unit]) -> None:
-        """Launch and finish ``units``, in their order, a few at a time."""
+        """Launch and finish ``units``, in their order, a few at a time; then what was deferred."""
         for unit in units:
             self.make_room()
             self.launch(unit)
+        self.finish_all()
+        for unit in self._units:
+            part = unit.gradients.take_part()
+            if part is not None:
+                self.make_room()
+                voids = tuple(unit.gradients.voids)
+                deferred = Reduction(unit, None, part, Handle(unit.wire), True, voids)
+                deferred.cross()
+                self._in_flight.append(deferred)
         self.finish_all()
 
     def is_in_flight(self, unit: Unit) -> bool:
@@ -107,8 +138,10 @@ class Reducer:
     def abandon(self) -> None:
         """Wait for everything on the wire, as far as it arrives, and drop it."""
         while self._in_flight:
+            reduction = self._in_flight.popleft()
             try:
-                self._finish_oldest()
+                reduction.cross()  # another rank may have crossed already, and waits
+                self._land(reduction)
             except RuntimeError as error:
                 log.warning("an abandoned reduction never arrived: %s", error)
         self.start_afresh()
@@ -124,18 +157,17 @@ class Reducer:
         """
         longest = max(logs, key=len)
         for rank, log in enumerate(logs):
-            theirs, expected = (
-                [self._units[one.unit_index].name for one in each[: len(log)]]
-                for each in (log, longest)
-            )
-            if theirs != expected:
+            if [one[:2] for one in log] != [one[:2] for one in longest[: len(log)]]:
+                theirs, expected = (
+                    [self._units[one.unit_index].name for one in each] for each in (log, longest)
+                )
                 raise RankMismatchError(
                     "outside a window every rank must run the same backwards through the same "
                     f"units; rank {rank} reduced {theirs}, another rank {expected}. Put backwards "
                     "that differ between ranks inside coalesce_grad_reduction()."
                 )
-        for unit_index, voids in longest[len(self.log) :]:
-            self.launch(self._units[unit_index], voids)
+        for unit_index, crosses, voids in longest[len(self.log) :]:
+            self.launch(self._units[unit_index], crosses=crosses, voids=voids)
 
     def start_afresh(self) -> None:
         """The ranks have exchanged and agree: begin a new log."""
@@ -144,8 +176,14 @@ class Reducer:
             reduction.unit.gradients.has_home = True
 
     def _finish_oldest(self) -> None:
-        reduction = self._in_flight.popleft()
+        for reduction in list(self._in_flight)[:2]:  # the next one crosses while this one arrives
+            reduction.cross()
+        self._land(self._in_flight.popleft())
+
+    def _land(self, reduction: Reduction) -> None:
         reduction.handle.wait()
-        if reduction.summed is not reduction.grad_full:
+        if reduction.grad_full is not None:
             self._arena.give_back(reduction.grad_full)
-        reduction.unit.gradients.add_reduced(reduction.summed, reduction.voids)
+        gradients = reduction.unit.gradients
+        add = gradients.add_reduced if reduction.crosses else gradients.add_part
+        add(reduction.summed, reduction.voids)

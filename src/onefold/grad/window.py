@@ -1,12 +1,14 @@
 """Station 2, keep or reduce. From: ``grad/hooks`` (a unit is ready). To: ``grad/reduce``.
 
-A scope is a temporary change of placement: while one is open gradients stay Partial. The outermost
-scope decides what its end does: a ``GradWindow`` flushes, a ``NoSync`` leaves the gradients
-Partial. Where *backward* runs decides, never where forward ran.
+A scope is a temporary change of placement: while one is open gradients stay Partial, on both axes
+of the mesh or, with ``across="replicate"``, on the replicate axis alone. The outermost scope decides
+what its end does: a ``GradWindow`` flushes, a ``NoSync`` leaves the gradients Partial. Where
+*backward* runs decides, never where forward ran.
 """
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import Literal
 
 from onefold.errors import StateError
 
@@ -16,9 +18,11 @@ class Scope:
 
     Attributes:
         failure: why the scope is doomed, in words; None while all is well.
+        keeps_units: gradients stay Partial on the shard axis, too, and parameters resident.
     """
 
     call = "scope"
+    keeps_units = True
 
     def __init__(
         self,
@@ -69,8 +73,21 @@ class GradWindow(Scope):
         on_open: Callable[[Scope], None],
         on_close: Callable[[Scope, BaseException | None], None],
         declared_backwards: int | None,
+        across: Literal["replicate"] | None = None,
     ) -> None:
         super().__init__(on_open, on_close)
+        if across not in (None, "replicate"):
+            raise ValueError(
+                f"coalesce_grad_reduction(across=): expected 'replicate' or None, got {across!r}. "
+                "Leave it out to defer the whole reduction."
+            )
+        if across is not None and declared_backwards is not None:
+            raise ValueError(
+                "coalesce_grad_reduction(across='replicate', backwards=n): with across= every "
+                "backward reduces over the shard axis as it goes, so there is nothing to arm. Leave "
+                "one of the two out."
+            )
+        self.keeps_units = across is None
         if declared_backwards is not None and declared_backwards < 1:
             raise ValueError(
                 f"coalesce_grad_reduction(backwards=): expected at least 1, got "
@@ -118,11 +135,19 @@ class Keeper:
         return outermost if isinstance(outermost, GradWindow) else None
 
     def keeps(self) -> bool:
-        """Whether a unit that is ready stays Partial."""
-        return bool(self._scopes)
+        """Whether a unit that is ready stays Partial on the shard axis."""
+        return any(scope.keeps_units for scope in self._scopes)
+
+    def crosses(self) -> bool:
+        """Whether a unit that is ready is summed over the replicate axis, too."""
+        return not self._scopes
+
+    def ends_keeping(self, scope: Scope) -> bool:
+        """Whether without ``scope``, the innermost, nothing keeps units any more."""
+        return scope.keeps_units and not any(other.keeps_units for other in self._scopes[:-1])
 
     def push(self, scope: Scope) -> bool:
-        """Open ``scope``; True if it is the outermost.
+        """Open ``scope``; True if it is the first of the open ones that keeps units.
 
         Raises:
             StateError: the same scope object was opened before.
@@ -131,8 +156,9 @@ class Keeper:
             raise StateError(
                 f"{scope.call}: this scope was opened before; call {scope.call} again for a new one"
             )
+        kept = self.keeps()
         self._scopes.append(scope)
-        return len(self._scopes) == 1
+        return self.keeps() and not kept
 
     def pop(self, scope: Scope) -> bool:
         """Close ``scope``; True if it was the outermost. A window's failure dooms the outermost."""

@@ -1,4 +1,6 @@
-"""Station 4, norm and clip. From: ``grad/reduce`` (divided shards). To: ``optim/step``.
+"""Station 4, norm and clip. From: ``grad/reduce`` (divided shards). To: ``optim/master``.
+
+Every element counts once: a shard that several ranks hold alike is counted by the first of them.
 
 Source: gradient clipping by global norm, Pascanu et al. (arXiv:1211.5063) sec. 3.2; the small
 constant is that of ``torch.nn.utils.clip_grad_norm_``.
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from onefold.unit import Unit
 from onefold.wire.control import Control
@@ -16,24 +19,46 @@ from onefold.wire.control import Control
 _SMALL: Final = 1e-6
 
 
-def global_norm(units: Sequence[Unit], control: Control) -> float:
-    """The 2-norm of all reduced gradients, each counted once, the same on every rank.
+def global_norm(units: Sequence[Unit], control: Control, order: float = 2.0) -> float:
+    """The norm of all reduced gradients, the same on every rank.
 
-    Squares are summed in fp64, over ranks in rank order, and the root is rounded to fp32.
+    Args:
+        units: trainable units.
+        control: the control group.
+        order: p >= 1 of the p-norm, or inf for the largest magnitude.
 
-    Communication: one exchange of one number, where gradients are sharded.
+    Returns:
+        Powers are summed in fp64, over ranks in rank order, and the root is rounded to fp32; inf or
+        nan where a gradient is not finite.
+
+    Communication: one exchange of one number, where ranks hold different gradients.
     """
-    square = 0.0
-    is_sharded = False
-    for unit in units:
-        is_sharded = is_sharded or unit.layout.num_shards > 1
-        shard = unit.gradients.grad_shard
-        if shard is not None:
-            square += float(torch.linalg.vector_norm(shard, dtype=torch.float64)) ** 2
-    if is_sharded:
-        square = sum(row[0] for row in control.gather_floats([square]))
-    root = math.sqrt(square) if square >= 0 else square  # nan stays nan
-    return float(torch.tensor(root, dtype=torch.float32))
+    meshes = [unit.wire.mesh for unit in units]
+    differs = any(mesh.shard.size > 1 or len(mesh.expert.members) > 1 for mesh in meshes)
+    powers = [
+        _power(shard, order)
+        for unit, mesh in zip(units, meshes, strict=True)
+        if (shard := unit.gradients.grad_shard) is not None
+        if mesh.replicate.rank == 0 or not differs
+    ]
+    total = _joined(powers, order)
+    if differs:
+        total = _joined([row[0] for row in control.gather_floats([total])], order)
+    if math.isfinite(order) and math.isfinite(total):
+        total = total ** (1.0 / order)
+    return float(torch.tensor(total, dtype=torch.float32))
+
+
+def _power(shard: Tensor, order: float) -> float:
+    norm = float(torch.linalg.vector_norm(shard, order, dtype=torch.float64))
+    return norm**order if math.isfinite(order) and math.isfinite(norm) else norm
+
+
+def _joined(powers: Sequence[float], order: float) -> float:
+    """The sum, or the largest; nan if one is nan, which ``max`` may miss."""
+    if math.isfinite(order) or any(math.isnan(power) for power in powers):
+        return sum(powers)
+    return max(powers, default=0.0)
 
 
 def clip(units: Sequence[Unit], norm: float, max_norm: float) -> float:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.config import Entry
-from onefold.config_keys import AUTO
+from onefold.config_rule import AUTO
 
 _log = logging.getLogger("onefold.optim.entries")
 

@@ -38,7 +38,7 @@ class _DropsPending(Optimizer):
 class Masters:
     """The pieces of one rank, in the optimizer's param groups."""
 
-    def __init__(self, optimizer: Optimizer, units: Sequence[Unit], device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
         self._groups = optimizer.param_groups
         self._pieces: list[tuple[Unit, int, Tensor]] = []
         piece_of: dict[int, Tensor] = {}
@@ -49,9 +49,11 @@ class Masters:
                 self._pieces.append((unit, index, piece))
                 piece_of[id(slot.param)] = piece
                 _cut_state(optimizer, slot.param, piece, unit.layout.piece(index, unit.shard_rank))
-        self._witness = torch.zeros(1, device=device)
+        self._witness = torch.zeros(1, device=units[0].master.device if units else None)
         for group in optimizer.param_groups:
             group["params"] = [piece_of[id(param)] for param in group["params"]]
+        if any(unit.spec.offloads_optimizer for unit in units):
+            _use_fused(optimizer)
 
     def expose(self) -> None:
         """Give every piece its reduced gradient; None where no rank touched the parameter."""
@@ -82,6 +84,14 @@ class Masters:
         params = self._groups[-1]["params"]
         if params[-1] is self._witness:
             params.pop()
+
+
+def _use_fused(optimizer: Optimizer) -> None:
+    """Let torch's fused kernels update pieces in host memory, unless the user chose otherwise."""
+    for group in optimizer.param_groups:
+        has_choice = group.get("foreach") is not None or group.get("differentiable")
+        if "fused" in group and group["fused"] is None and not has_choice:
+            group["fused"] = True
 
 
 def check_optimizer(optimizer: Optimizer, names: dict[int, str]) -> None:

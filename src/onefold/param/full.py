@@ -31,24 +31,31 @@ def full_parameters(units: Sequence[Unit], control: Control) -> Iterator[None]:
         before = [_digest(unit) for unit in units]
         yield
         after = [_digest(unit) for unit in units]
-        changed = [index for index in range(len(units)) if before[index] != after[index]]
-        _compare(units, control.gather([after[index] for index in range(len(units))]))
-        for index in changed:
-            units[index].keep_writes()
+        _compare(units, control.gather([(_holder(u), d) for u, d in zip(units, after, strict=True)]))
+        for unit, old, new in zip(units, before, after, strict=True):
+            if old != new:
+                unit.keep_writes()
     finally:
         for unit in units:
             unit.release()
 
 
-def _compare(units: Sequence[Unit], by_rank: Sequence[Sequence[str]]) -> None:
-    for rank, digests in enumerate(by_rank):
-        for unit, digest, expected in zip(units, digests, by_rank[0], strict=True):
+def _compare(units: Sequence[Unit], by_rank: Sequence[Sequence[tuple[int, str]]]) -> None:
+    for index, unit in enumerate(units):
+        first: dict[int, tuple[int, str]] = {}
+        for rank, (holder, digest) in enumerate(row[index] for row in by_rank):
+            seen_on, expected = first.setdefault(holder, (rank, digest))
             if digest != expected:
                 raise RankMismatchError(
-                    f"full_parameters(): the parameters of unit {unit.name} differ between rank 0 "
-                    f"and rank {rank} at the end of the with-block. Write the same values on every "
-                    "rank, or write them on rank 0 and broadcast."
+                    f"full_parameters(): the parameters of unit {unit.name} differ between rank "
+                    f"{seen_on} and rank {rank} at the end of the with-block. Write the same values"
+                    " on every rank, or write them on rank 0 and broadcast."
                 )
+
+
+def _holder(unit: Unit) -> int:
+    """Which of the experts of its axis this rank holds; 0 for dense parameters."""
+    return unit.wire.mesh.expert.rank
 
 
 def _digest(unit: Unit) -> str:
@@ -59,13 +66,15 @@ def _digest(unit: Unit) -> str:
 
 
 def full_state_dict(
-    module: nn.Module, units: Sequence[Unit], collectives: Collectives
+    module: nn.Module, units: Sequence[Unit], dense: Collectives, control: Control
 ) -> dict[str, Tensor]:
     """What ``module.state_dict()`` would hold on an unsharded rank 0, on the CPU of every rank.
 
-    Tied parameters appear under each of their names. Buffers are rank 0's.
+    Tied parameters appear under each of their names. Buffers are rank 0's. Experts of all ranks are
+    there: under their own names where these differ between ranks, else joined along dim 0.
 
-    Communication: one all-gather per sharded unit, one broadcast per persistent buffer.
+    Communication: one all-gather per sharded unit, one broadcast per persistent buffer; experts go
+    over the control group, from every rank to every rank.
     Memory: the model on the host, and one unit on the device.
     """
     copies: dict[int, Tensor] = {}
@@ -75,14 +84,34 @@ def full_state_dict(
             copies[id(param)] = param.detach().to("cpu", copy=True)
         unit.release()
     state: dict[str, Tensor] = {}
+    local: dict[str, Tensor] = {}
+    experts = {id(p) for u in units if len(u.wire.mesh.expert.members) > 1 for p in u.params}
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, param in child._parameters.items():
             if param is not None:
-                state[dot + name] = copies[id(param)]
+                target = local if id(param) in experts else state
+                target[dot + name] = copies[id(param)]
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 theirs = buffer.detach().clone()
-                collectives.broadcast(theirs, dot + name)
+                dense.broadcast(theirs, dot + name)
                 state[dot + name] = theirs.cpu()
+    if experts:
+        state.update(_all_experts(local, units, control))
     return state
+
+
+def _all_experts(
+    local: dict[str, Tensor], units: Sequence[Unit], control: Control
+) -> dict[str, Tensor]:
+    """The experts of all holders, given this rank's."""
+    own = max(_holder(unit) for unit in units)
+    by_holder: dict[int, dict[str, Tensor]] = {}
+    for holder, theirs in control.gather((own, local)):
+        by_holder.setdefault(holder, theirs)
+    parts: dict[str, list[Tensor]] = {}
+    for _, theirs in sorted(by_holder.items()):
+        for name, tensor in theirs.items():
+            parts.setdefault(name, []).append(tensor)
+    return {name: torch.cat(same) if len(same) > 1 else same[0] for name, same in parts.items()}

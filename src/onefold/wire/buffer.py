@@ -22,15 +22,16 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class Arena:
-    """Leases of flat 1-D buffers.
+    """Leases of flat 1-D buffers on one device; in pinned memory where ``is_pinned``.
 
     Attributes:
         leased_bytes: bytes out on lease now.
         peak_bytes: the most that was ever out or kept for reuse at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_pinned: bool = False) -> None:
         self.device = device
+        self._is_pinned = is_pinned
         self.leased_bytes = 0
         self.peak_bytes = 0
         self._kept_bytes = 0
@@ -50,7 +51,7 @@ class Arena:
                 buffer.zero_()
         else:
             self.trim()  # what is kept does not fit: units of many sizes must not add up
-            buffer = self._allocate(numel, dtype, zeroed=zeroed)
+            buffer = self.allocate(numel, dtype, zeroed=zeroed)
         self.leased_bytes += numel_bytes
         self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._kept_bytes)
         return buffer
@@ -66,6 +67,11 @@ class Arena:
         self._kept.clear()
         self._kept_bytes = 0
 
+    def settle(self) -> None:
+        """Wait until what was started on the device has reached host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     @contextmanager
     def leased(self, numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
         """A lease for the length of a with-block."""
@@ -75,8 +81,12 @@ class Arena:
         finally:
             self.give_back(buffer)
 
-    def _allocate(self, numel: int, dtype: torch.dtype, *, zeroed: bool) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, *, zeroed: bool = False) -> Tensor:
+        """Memory of the same kind that is not leased and never comes back."""
         num_bytes = numel * dtype.itemsize
+        if self._is_pinned:
+            pinned = torch.empty(numel, dtype=dtype, pin_memory=True)
+            return pinned.zero_() if zeroed else pinned
         if self.device.type == "cpu" and num_bytes >= HUGE_PAGE_BYTES:
             return _huge_pages(num_bytes).view(dtype)
         make = torch.zeros if zeroed else torch.empty

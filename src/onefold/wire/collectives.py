@@ -7,6 +7,7 @@ a copy (nothing at all where source and result are the same memory) and the ledg
 import time
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -43,13 +44,15 @@ class Handle:
 
 
 class Collectives:
-    """Reduce-scatter, all-gather and all-reduce of flat buffers over the axes of a mesh.
+    """Reduce-scatter, all-gather and all-reduce of flat buffers over the axes of one mesh.
 
     ``index`` and ``unit`` name the unit for the transport and the ledger. The calling order must be
-    the same on every rank, except that the direct transport tells units apart.
+    the same on every rank, except that the direct transport tells units apart. Terms of a sum
+    travel in ``wire_dtype``, which may be narrower than the buffers.
 
     Attributes:
-        is_broken: a collective of the data group failed, so the group must be rebuilt.
+        mesh: whose axes these are; every reduce group has one.
+        is_broken: a collective of a data group failed, so the groups must be rebuilt.
     """
 
     def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
@@ -58,28 +61,32 @@ class Collectives:
         self.is_broken = False
 
     def rebuild(self) -> None:
-        """Make a new data group; every rank calls it, after they have agreed to."""
+        """Make new data groups; every rank calls it, after they have agreed to."""
         self.mesh.rebuild()
         self.is_broken = False
 
-    def start_reduce_scatter(self, source: Tensor, out: Tensor, index: int, unit: str) -> Handle:
+    def start_reduce_scatter(
+        self, source: Tensor, out: Tensor, index: int, unit: str, wire_dtype: torch.dtype
+    ) -> Handle:
         """Start summing ``source`` over the shard axis; this rank's slice lands in ``out``.
 
         Args:
             source: ``[N]``, contiguous. Owned by the call until the handle is waited for.
-            out: ``[S]``, same dtype and device, overwritten. May be slice r of ``source``.
+            out: ``[S]``, same device, overwritten; the sum is in its dtype. May be slice r of
+                ``source``.
             index: the unit's place in the plan.
             unit: the unit's name.
-        Communication: one reduce-scatter; (W-1)/W * N * itemsize bytes out and in.
+            wire_dtype: in which terms travel.
+        Communication: one reduce-scatter; (W-1)/W * N * itemsize of the wire's dtype, out and in.
         Source: ZeRO (arXiv:1910.02054) sec. 5.2.
         """
         group = self.mesh.shard
         if group.transport is None:
             _copy(source, out)
             return Handle(self)
-        moved = out.nbytes * (group.size - 1)
+        moved = out.numel() * wire_dtype.itemsize * (group.size - 1)
         entry = self.ledger.open("reduce_scatter", unit, moved, moved)
-        work = group.transport.reduce_scatter(source, out, index * _TAGS_PER_UNIT)
+        work = group.transport.reduce_scatter(source, out, index * _TAGS_PER_UNIT, wire_dtype)
         return Handle(self, entry, work)
 
     def start_all_gather(self, shard: Tensor, out: Tensor, index: int, unit: str) -> Handle:
@@ -102,41 +109,46 @@ class Collectives:
         work = group.transport.all_gather(shard, out, index * _TAGS_PER_UNIT + 1)
         return Handle(self, entry, work)
 
-    def start_all_reduce(self, buffer: Tensor, index: int, unit: str) -> Handle:
+    def start_all_reduce(
+        self, buffer: Tensor, index: int, unit: str, wire_dtype: torch.dtype
+    ) -> Handle:
         """Start summing ``buffer`` over the replicate axis, in place.
 
         Args:
             buffer: ``[S]``, contiguous. Owned by the call until the handle is waited for.
             index: the unit's place in the plan.
             unit: the unit's name.
-        Communication: one all-reduce; 2 * (R-1)/R * S * itemsize bytes out and in.
+            wire_dtype: in which terms, and the sum, travel.
+        Communication: one all-reduce; 2 * (R-1)/R * S * itemsize of the wire's dtype, out and in.
         Source: DDP (arXiv:2006.15704) sec. 2.3.
         """
         group = self.mesh.replicate
         if group.transport is None:
             return Handle(self)
-        moved = 2 * buffer.nbytes * (group.size - 1) // group.size
+        moved = 2 * buffer.numel() * wire_dtype.itemsize * (group.size - 1) // group.size
         entry = self.ledger.open("all_reduce", unit, moved, moved)
-        work = group.transport.all_reduce(buffer, index * _TAGS_PER_UNIT + 2)
+        work = group.transport.all_reduce(buffer, index * _TAGS_PER_UNIT + 2, wire_dtype)
         return Handle(self, entry, work)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
-        """Overwrite ``tensor`` with rank 0's, on every rank. Blocks; used at start only."""
-        if self.mesh.process_group is None or not tensor.numel():
-            return
-        group = self.mesh.process_group
-        moved = tensor.nbytes
-        is_source = dist.get_rank(group) == 0
-        entry = self.ledger.open(
-            "broadcast", unit, moved if is_source else 0, 0 if is_source else moved
-        )
-        begin = time.perf_counter()
-        # bool tensors and integers travel as bytes: gloo does not sum them, but moves anything
-        contiguous = tensor.detach().contiguous()
-        dist.broadcast(contiguous, group=group, group_src=0)
-        if contiguous.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(contiguous)
-        self.ledger.close(entry, time.perf_counter() - begin)
+        """Overwrite ``tensor`` with that of the first rank of the mesh. Blocks; used at start only.
+
+        Communication: one broadcast per axis of more than one rank.
+        """
+        # First between replicas, then from shard to shard: everybody ends up with rank (0, 0)'s.
+        for group in (self.mesh.replicate, self.mesh.shard):
+            if group.process_group is None or not tensor.numel():
+                continue
+            sent, received = (tensor.nbytes, 0) if group.rank == 0 else (0, tensor.nbytes)
+            entry = self.ledger.open("broadcast", unit, sent, received)
+            begin = time.perf_counter()
+            # as bytes: not every backend moves every dtype
+            contiguous = tensor.detach().contiguous()
+            raw = contiguous.view(-1).view(torch.uint8)
+            dist.broadcast(raw, group=group.process_group, group_src=0)
+            if contiguous.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(contiguous)
+            self.ledger.close(entry, time.perf_counter() - begin)
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

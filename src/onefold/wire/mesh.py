@@ -1,17 +1,17 @@
 """Mesh: this rank's groups, made once per engine.
 
 Legend: W ranks on the ``shard`` axis, R on the ``replicate`` axis. Where the optimizer's home is
-Replicate the data-parallel ranks are the replicate axis (W = 1), else the shard axis (R = 1).
+Replicate the data-parallel ranks are the replicate axis (W = 1), else the shard axis, unless the
+user's mesh has both (``grid.py``). Experts have a mesh of their own.
 
-Each engine makes its own groups, so that several engines may interleave within one backward: one
-data group for the collectives of the plan, and one control group on gloo for the tiny exchanges.
-The control group's timeout exceeds the data group's, so that a data collective that never ends is
+Each engine makes its own groups, so that several engines may interleave within one backward: data
+groups for the collectives of the plan, and one control group on gloo for the tiny exchanges. The
+control group's timeout exceeds the data groups', so that a data collective that never ends is
 reported through the exchange.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.wire.buffer import Arena
 from onefold.wire.control import Control
+from onefold.wire.grid import Cut, Grid, Ranks
 from onefold.wire.transports import DirectTransport, NativeTransport, Transport
 
 __all__ = ["DeviceMesh", "Group", "Mesh", "World", "build_mesh", "join_world", "leave_world"]
@@ -30,58 +31,81 @@ MAX_DIRECT_RANKS: Final = 64
 """Above this many ranks the pairwise transport opens too many connections."""
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """The data-parallel ranks of one engine, and the control group over them."""
+
+    rank: int
+    """This rank's position in the grid."""
+    grid: Grid
+    ranks: tuple[int, ...]
+    """Their numbers in the default process group."""
+    control: Control
+    owns_default_group: bool
+    """This engine made the default process group, so ``destroy`` ends it."""
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(self.ranks)
+
+
 @dataclass(slots=True)
 class Group:
     """The ranks of one mesh axis; ``transport`` is None where there is nobody to talk to."""
 
     rank: int
     size: int
-    transport: Transport | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """The data-parallel ranks of one engine, and the control group over them."""
-
-    rank: int
-    size: int
     ranks: tuple[int, ...]
-    control: Control
-    owns_default_group: bool
-    """This engine made the default process group, so ``destroy`` ends it."""
+    timeout_s: float
+    arena: Arena
+    choice: str
+    transport: Transport | None = field(init=False, default=None)
+    process_group: dist.ProcessGroup | None = field(init=False, default=None)
 
-
-@dataclass(slots=True)
-class Mesh:
-    """The axes that the plan's collectives run over. Exactly one of them may exceed size 1."""
-
-    shard: Group
-    replicate: Group
-    process_group: dist.ProcessGroup | None
-    connect: Callable[[], tuple[dist.ProcessGroup, Transport]] | None = None
-
-    def rebuild(self) -> None:
-        """Replace the data group after one of its collectives failed; on every rank together."""
-        if self.connect is None:
-            return
-        self.destroy()
-        self.process_group, transport = self.connect()
-        for group in (self.shard, self.replicate):
-            if group.transport is not None:
-                group.transport = transport
+    def connect(self) -> None:
+        """Make the process group, on all of its ranks together."""
+        self.process_group = _new_group(self.ranks, self.timeout_s, backend=None)
+        if self.process_group is not None:
+            direct = _is_direct(self.choice, self.arena.device, self.size)
+            self.transport = (
+                DirectTransport(self.process_group, self.arena)
+                if direct
+                else NativeTransport(self.process_group)
+            )
 
     def destroy(self) -> None:
-        """Free the data group."""
+        """Free the process group."""
         if self.process_group is not None:
             dist.destroy_process_group(self.process_group)
             self.process_group = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The two axes that one reduce group's collectives run over, and its place among experts."""
+
+    shard: Group
+    replicate: Group
+    expert: Ranks
+
+    def rebuild(self) -> None:
+        """Replace the groups after a collective failed; on every rank together."""
+        self.destroy()
+        for group in (self.shard, self.replicate):
+            group.connect()
+
+    def destroy(self) -> None:
+        """Free the groups."""
+        for group in (self.shard, self.replicate):
+            group.destroy()
 
 
 def join_world(device_mesh: DeviceMesh | None, device: torch.device, timeout_s: float) -> World:
     """Find or make the default process group, and make the engine's control group.
 
     Args:
-        device_mesh: one axis, the data-parallel ranks; None means every rank.
+        device_mesh: the data-parallel ranks, on one or several axes; None means every rank.
         device: where the parameters are.
         timeout_s: seconds a data collective may take; the control group gets twice that and more.
     Communication: group creation only.
@@ -89,10 +113,10 @@ def join_world(device_mesh: DeviceMesh | None, device: torch.device, timeout_s: 
     owns_default_group = not dist.is_initialized()
     if owns_default_group:
         _make_default_group(device, timeout_s)
-    ranks = _data_parallel_ranks(device_mesh)
+    ranks, grid = _data_parallel_ranks(device_mesh)
     group = _new_group(ranks, 2 * timeout_s + 60, backend="gloo")
-    rank, size = ranks.index(dist.get_rank()), len(ranks)
-    return World(rank, size, ranks, Control(group, rank, size), owns_default_group)
+    rank, own = ranks.index(dist.get_rank()), sorted(ranks).index(dist.get_rank())
+    return World(rank, grid, ranks, Control(group, own, len(ranks)), owns_default_group)
 
 
 def leave_world(world: World) -> None:
@@ -102,51 +126,37 @@ def leave_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(
-    world: World, arena: Arena, *, shards: bool, transport: str, timeout_s: float
-) -> Mesh:
-    """Make the data group and choose its transport.
+def build_mesh(world: World, cut: Cut, arena: Arena, *, transport: str, timeout_s: float) -> Mesh:
+    """Make the data groups of one reduce group and choose their transports.
 
     Args:
         world: the data-parallel ranks.
+        cut: who reduces with this rank.
         arena: where the transport leases its receive buffers.
-        shards: the ranks form the ``shard`` axis, else the ``replicate`` axis.
         transport: ``auto`` (direct on gloo, native elsewhere and above 64 ranks), ``direct`` or
             ``native``.
         timeout_s: seconds a data collective may take.
     """
-    alone = Group(rank=0, size=1)
-    if world.size == 1:
-        return Mesh(alone, alone, None)
-    make = _choose(transport, arena.device, world.size)
 
-    def connect() -> tuple[dist.ProcessGroup, Transport]:
-        group = _new_group(world.ranks, timeout_s, backend=None)
-        assert group is not None
-        return group, make(group, arena)
+    def group_of(axis: Ranks) -> Group:
+        # torch sorts the ranks of a group, so their order in a mesh says nothing here.
+        ranks = tuple(sorted(world.ranks[position] for position in axis.members))
+        rank = ranks.index(world.ranks[world.rank])
+        group = Group(rank, len(ranks), ranks, timeout_s, arena, transport)
+        group.connect()
+        return group
 
-    process_group, chosen = connect()
-    everyone = Group(world.rank, world.size, chosen)
-    return Mesh(
-        shard=everyone if shards else alone,
-        replicate=alone if shards else everyone,
-        process_group=process_group,
-        connect=connect,
-    )
+    return Mesh(group_of(cut.shard), group_of(cut.replicate), cut.expert)
 
 
-def _choose(
-    transport: str, device: torch.device, size: int
-) -> Callable[[dist.ProcessGroup, Arena], Transport]:
+def _is_direct(choice: str, device: torch.device, size: int) -> bool:
     fits = device.type == "cpu" and size <= MAX_DIRECT_RANKS
-    if transport == "direct" and not fits:
+    if choice == "direct" and not fits:
         raise ValueError(
             f"onefold.transport: direct serves CPU buffers and at most {MAX_DIRECT_RANKS} ranks, "
             f"got {device.type} and {size} ranks. Use 'auto' or 'native'."
         )
-    if transport == "native" or not fits:
-        return lambda group, _arena: NativeTransport(group)
-    return DirectTransport
+    return fits and choice != "native"
 
 
 def _make_default_group(device: torch.device, timeout_s: float) -> None:
@@ -159,15 +169,18 @@ def _make_default_group(device: torch.device, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _data_parallel_ranks(device_mesh: DeviceMesh | None) -> tuple[int, ...]:
+def _data_parallel_ranks(device_mesh: DeviceMesh | None) -> tuple[tuple[int, ...], Grid]:
     if device_mesh is None:
-        return tuple(range(dist.get_world_size()))
-    if device_mesh.ndim != 1:
+        size = dist.get_world_size()
+        return tuple(range(size)), Grid(("shard",), (size,))
+    names = device_mesh.mesh_dim_names or ("shard",)
+    if len(names) != device_mesh.ndim:
         raise ValueError(
-            f"initialize(mesh=): expected a DeviceMesh of one axis (the data-parallel ranks), got "
-            f"{device_mesh.ndim} axes {device_mesh.mesh_dim_names}. Pass the axis, mesh['dp']."
+            f"initialize(mesh=): expected a DeviceMesh with a name for each axis, got "
+            f"{device_mesh.ndim} axes without names. Pass mesh_dim_names=('replicate', 'shard')."
         )
-    return tuple(int(rank) for rank in device_mesh.mesh.tolist())
+    ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
+    return ranks, Grid(tuple(names), tuple(device_mesh.mesh.shape))
 
 
 def _new_group(

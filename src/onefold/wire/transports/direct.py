@@ -2,12 +2,14 @@
 
 gloo's own reduce-scatter is slower than its all-reduce; two messages per pair and a local sum are
 more than twice as fast and make the sum reproducible: ((g0 + g1) + g2) + ..., one add after
-another, whatever the unit, bucket or overlap setting.
+another, whatever the unit, bucket or overlap setting. A narrower wire costs one rounding of each
+peer's term; the sum itself is in the dtype of the result.
 
 Source: pairwise exchange, Thakur et al., "Optimization of Collective Communication Operations in
 MPICH" (2005), sec. 4.3.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -28,33 +30,34 @@ class DirectTransport:
 
     def __init__(self, group: dist.ProcessGroup, arena: Arena) -> None:
         self._group = group
-        self._arena = arena
+        self.arena = arena
         self.rank = group.rank()
         self.size = group.size()
 
-    def reduce_scatter(self, source: Tensor, out: Tensor, tag: int) -> Work:
-        """See ``Transport.reduce_scatter``. Memory: (W-1) * S elements until the wait."""
+    def reduce_scatter(
+        self, source: Tensor, out: Tensor, tag: int, wire_dtype: torch.dtype
+    ) -> Work:
+        """See ``Transport.reduce_scatter``.
+
+        Memory: (W-1) * S elements of ``wire_dtype`` until the wait; twice that, and S of the
+        result's dtype, where the wire is narrower.
+        """
         slices = list(source.split(out.numel())) if out.numel() else [source] * self.size
-        return _RankOrderedSum(self, slices, out, tag)
+        return _RankOrderedSum(self, slices, out, tag, wire_dtype)
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int) -> Work:
         """See ``Transport.all_gather``. Received slices land in ``out`` without a copy."""
         slices = list(out.split(shard.numel())) if shard.numel() else [out] * self.size
         return _Gather(self, shard, slices, tag)
 
-    def all_reduce(self, buffer: Tensor, tag: int) -> Work:
+    def all_reduce(self, buffer: Tensor, tag: int, wire_dtype: torch.dtype) -> Work:
         """See ``Transport.all_reduce``. A rank-ordered reduce-scatter, then an all-gather."""
+        return _AllReduce(self, buffer, tag, wire_dtype)
+
+    def cut(self, buffer: Tensor) -> list[Tensor]:
+        """``buffer`` in as many nearly equal slices as there are ranks."""
         cuts = [buffer.numel() * part // self.size for part in range(self.size + 1)]
-        slices = [buffer[begin:end] for begin, end in pairwise(cuts)]
-        return _AllReduce(self, slices, tag)
-
-    def lease(self, numel: int, like: Tensor) -> Tensor:
-        """A receive buffer ``[numel]``."""
-        return self._arena.lease(numel, like.dtype)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """End the lease of a receive buffer."""
-        self._arena.give_back(buffer)
+        return [buffer[begin:end] for begin, end in pairwise(cuts)]
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start sending; nothing is sent for an empty buffer."""
@@ -81,41 +84,68 @@ class _RankOrderedSum:
     """Slice p of ``slices`` goes to rank p; this rank's slices are summed into ``out``."""
 
     def __init__(
-        self, transport: DirectTransport, slices: list[Tensor], out: Tensor, tag: int
+        self,
+        transport: DirectTransport,
+        slices: Sequence[Tensor],
+        out: Tensor,
+        tag: int,
+        wire_dtype: torch.dtype,
     ) -> None:
-        self._transport = transport
-        self._own = slices[transport.rank]
+        self._arena = transport.arena
         self._out = out
-        own_numel = self._own.numel()
-        self._received = transport.lease((transport.size - 1) * own_numel, self._own)
-        self._by_rank: list[Tensor] = [self._own] * transport.size
+        self._rank = transport.rank
+        own = slices[transport.rank]
+        peers = transport.peers()
+        self._is_wide = own.dtype == wire_dtype == out.dtype
+        self._received = self._arena.lease(len(peers) * own.numel(), wire_dtype)
+        self._leased = [self._received]
+        self._terms: list[Tensor] = [own] * transport.size
         self._works: list[dist.Work] = []
-        for position, peer in enumerate(transport.peers()):
-            inbox = self._received[position * own_numel : (position + 1) * own_numel]
-            self._by_rank[peer] = inbox
+        inboxes = self._received.split([own.numel()] * len(peers))
+        for peer, inbox in zip(peers, inboxes, strict=True):
+            self._terms[peer] = inbox
             self._works += transport.receive(inbox, peer, tag)
-        for peer in transport.peers():
-            self._works += transport.send(slices[peer], peer, tag)
+        outgoing = [slices[peer] for peer in peers]
+        if own.dtype != wire_dtype:
+            outgoing = self._narrowed(outgoing, wire_dtype)
+        for peer, part in zip(peers, outgoing, strict=True):
+            self._works += transport.send(part, peer, tag)
+
+    def _narrowed(self, slices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        numels = [part.numel() for part in slices]
+        buffer = self._arena.lease(sum(numels), dtype)
+        self._leased.append(buffer)
+        narrow = list(buffer.split(numels))
+        for wide, part in zip(slices, narrow, strict=True):
+            part.copy_(wide)
+        return narrow
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        first, second, *rest = self._by_rank
-        # Sums run in the first received slice where ``out`` may be a later term of the sum itself.
-        total = self._out if self._transport.rank < 2 else first
-        torch.add(first, second, out=total)
+        first, second, *rest = self._terms
+        if self._is_wide:
+            # In the first received slice where ``out`` may be a later term of the sum itself.
+            total = self._out if self._rank < 2 else first
+            torch.add(first, second, out=total)
+        else:
+            total = self._arena.lease(self._out.numel(), self._out.dtype)
+            self._leased.append(total)
+            total.copy_(first)
+            total.add_(second)
         for term in rest:
             total.add_(term)
         if total is not self._out:
             self._out.copy_(total)
-        self._transport.give_back(self._received)
+        for buffer in self._leased:
+            self._arena.give_back(buffer)
 
 
 class _Gather:
     """Own ``shard`` to every peer; slice p of ``slices`` from rank p."""
 
     def __init__(
-        self, transport: DirectTransport, shard: Tensor, slices: list[Tensor], tag: int
+        self, transport: DirectTransport, shard: Tensor, slices: Sequence[Tensor], tag: int
     ) -> None:
         self._works: list[dist.Work] = []
         self._shard = shard  # alive until the sends have ended
@@ -133,15 +163,30 @@ class _Gather:
 
 
 class _AllReduce:
-    """In place over ``slices``; the all-gather starts when somebody waits."""
+    """In place; the all-gather starts when somebody waits."""
 
-    def __init__(self, transport: DirectTransport, slices: list[Tensor], tag: int) -> None:
+    def __init__(
+        self, transport: DirectTransport, buffer: Tensor, tag: int, wire_dtype: torch.dtype
+    ) -> None:
         self._transport = transport
-        self._slices = slices
+        self._buffer = buffer
         self._tag = tag
-        self._sum = _RankOrderedSum(transport, slices, slices[transport.rank], tag)
+        self._wire_dtype = wire_dtype
+        slices = transport.cut(buffer)
+        self._sum = _RankOrderedSum(transport, slices, slices[transport.rank], tag, wire_dtype)
 
     def wait(self) -> None:
         self._sum.wait()
-        own = self._slices[self._transport.rank]
-        _Gather(self._transport, own, self._slices, self._tag).wait()
+        if self._buffer.dtype == self._wire_dtype:
+            self._gather(self._buffer)
+            return
+        # The owner, too, takes the rounded sum: all ranks hold the same.
+        with self._transport.arena.leased(self._buffer.numel(), self._wire_dtype) as narrow:
+            rank = self._transport.rank
+            self._transport.cut(narrow)[rank].copy_(self._transport.cut(self._buffer)[rank])
+            self._gather(narrow)
+            self._buffer.copy_(narrow)
+
+    def _gather(self, buffer: Tensor) -> None:
+        slices = self._transport.cut(buffer)
+        _Gather(self._transport, slices[self._transport.rank], slices, self._tag).wait()

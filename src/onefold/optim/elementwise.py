@@ -1,0 +1,1 @@
+def check_elementwise(optimizer, *, elementwise): pass
