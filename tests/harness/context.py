@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class RankContext:
@@ -36,6 +37,14 @@ class RankContext:
         if isinstance(group, dist.ProcessGroup):
             self.cleanup(dist.destroy_process_group, group)
         return group
+
+    def device_mesh(self, *sizes: int, names: Sequence[str]) -> DeviceMesh:
+        """A DeviceMesh over all ranks, whose groups are destroyed after the test."""
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
+        for axis in range(mesh.ndim):
+            if sizes[axis] > 1 or mesh.ndim > 1:
+                self.cleanup(dist.destroy_process_group, mesh.get_group(axis))
+        return mesh
 
     def data(
         self,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.errors import StateError
+from onefold.wire.groups import new_group
 from onefold.wire.ledger import Ledger
-from onefold.wire.mesh import _new_group
 
 
 class AllToAll:
@@ -145,7 +145,7 @@ def connect(ranks: tuple[int, ...], timeout_s: float, ledger: Ledger | None = No
         )
 
     def reconnect() -> dist.ProcessGroup | None:
-        return _new_group(ranks, timeout_s, backend=None)
+        return new_group(ranks, timeout_s, backend=None)
 
     return AllToAll(ranks.index(here), len(ranks), reconnect(), ledger=ledger, reconnect=reconnect)
 

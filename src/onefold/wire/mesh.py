@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onefold.wire.buffer import Arena
 from onefold.wire.control import Control
 from onefold.wire.grid import Cut, Grid, Ranks
+from onefold.wire.groups import new_group
 from onefold.wire.transports import DirectTransport, NativeTransport, Transport
 
 __all__ = ["DeviceMesh", "Group", "Mesh", "World", "build_mesh", "join_world", "leave_world"]
@@ -65,7 +66,7 @@ class Group:
 
     def connect(self) -> None:
         """Make the process group, on all of its ranks together."""
-        self.process_group = _new_group(self.ranks, self.timeout_s, backend=None)
+        self.process_group = new_group(self.ranks, self.timeout_s, backend=None)
         if self.process_group is not None:
             direct = _is_direct(self.choice, self.arena.device, self.size)
             self.transport = (
@@ -114,7 +115,7 @@ def join_world(device_mesh: DeviceMesh | None, device: torch.device, timeout_s: 
     if owns_default_group:
         _make_default_group(device, timeout_s)
     ranks, grid = _data_parallel_ranks(device_mesh)
-    group = _new_group(ranks, 2 * timeout_s + 60, backend="gloo")
+    group = new_group(ranks, 2 * timeout_s + 60, backend="gloo")
     rank, own = ranks.index(dist.get_rank()), sorted(ranks).index(dist.get_rank())
     return World(rank, grid, ranks, Control(group, own, len(ranks)), owns_default_group)
 
@@ -181,19 +182,3 @@ def _data_parallel_ranks(device_mesh: DeviceMesh | None) -> tuple[tuple[int, ...
         )
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     return ranks, Grid(tuple(names), tuple(device_mesh.mesh.shape))
-
-
-def _new_group(
-    ranks: tuple[int, ...], timeout_s: float, backend: str | None
-) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    everyone = len(ranks) == dist.get_world_size()
-    group = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=timeout_s),
-        backend=backend,
-        use_local_synchronization=not everyone,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
