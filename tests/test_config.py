@@ -1,10 +1,14 @@
 import json
+import math
+import random
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from onefold.config import Config, Entry
-from onefold.config_keys import CONTAINERS, FIELD_PATHS, KNOWN, TABLE, Rule
+from onefold.config import MAX_LOSS_SCALE, Config, Entry, LossScale
+from onefold.config_keys import CONTAINERS, FIELD_PATHS, KNOWN, OLDER, SWITCHED, TABLE
+from onefold.config_rule import Rule
 
 
 def problems(source) -> str:
@@ -22,6 +26,10 @@ def test_defaults():
     assert config.managed_gradient_accumulation
     assert config.gradient_clipping == 0.0
     assert config.gradient_allreduce_op == "mean"
+    assert (config.norm_order, config.on_nonfinite) == (2.0, "skip")
+    assert (config.precision, config.autocast_dtype, config.loss_scale) == (None, None, None)
+    assert (config.grad_accum_dtype, config.communication_data_type) == (None, None)
+    assert (config.offload_optimizer, config.offload_param) == (False, False)
     assert config.optimizer is None
     assert config.scheduler is None
     assert (config.block_classes, config.transport, config.timeout_s) == ((), "auto", 1800.0)
@@ -38,17 +46,52 @@ def zero(**keys) -> dict:
     return {"zero_optimization": keys}
 
 
-FULL = {
+def on(**keys) -> dict:
+    return {"enabled": True, **keys}
+
+
+def cpu(what: str, **keys) -> dict:
+    return {f"offload_{what}": {"device": "cpu", **keys}}
+
+
+PARAM, OPTIMIZER = "zero_optimization.offload_param", "zero_optimization.offload_optimizer"
+
+
+SCALE_32 = LossScale(initial_scale_power=32)
+
+FULL: dict[str, Any] = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 4,
     "managed_gradient_accumulation": False,
     "gradient_clipping": 1,
     "gradient_allreduce_op": "SUM",
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 5e8,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "CPU"},
+    },
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 5e2,
+        "hysteresis": 4,
+        "consecutive_hysteresis": True,
+        "min_loss_scale": 2,
+    },
+    "data_types": {"grad_accum_dtype": "half"},
+    "communication_data_type": "fp32",
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR"},
-    "onefold": {"block_classes": ["Layer"], "transport": "direct", "timeout_s": 60},
+    "onefold": {
+        "block_classes": ["Layer"],
+        "transport": "direct",
+        "timeout_s": 60,
+        "on_nonfinite": "raise",
+        "norm_order": 1,
+    },
 }
 
 
@@ -61,8 +104,23 @@ def test_every_honoured_key_reaches_its_field():
         managed_gradient_accumulation=False,
         gradient_clipping=1.0,
         gradient_allreduce_op="sum",
-        stage=2,
+        stage=3,
         reduce_bucket_numel=500_000_000,
+        offload_optimizer=True,
+        offload_param=True,
+        precision="fp16",
+        loss_scale=LossScale(
+            loss_scale=0.0,
+            initial_scale_power=12,
+            loss_scale_window=500,
+            hysteresis=4,
+            consecutive_hysteresis=True,
+            min_loss_scale=2.0,
+        ),
+        grad_accum_dtype="fp16",
+        communication_data_type="fp32",
+        on_nonfinite="raise",
+        norm_order=1.0,
         optimizer=Entry(type="AdamW", params={"lr": 1e-3}),
         scheduler=Entry(type="WarmupLR"),
         block_classes=("Layer",),
@@ -145,6 +203,48 @@ def test_load_from_something_else():
         ({"gradient_predivide_factor": "2"}, "gradient_predivide_factor", "number", "'2' (str)"),
         ({"steps_per_print": 1.5}, "steps_per_print", "int", "1.5 (float)"),
         ({"bf16": True}, "bf16", "a mapping", "True (bool)"),
+        ({"bf16": {"enabled": 1}}, "bf16.enabled", "true or false", "1 (int)"),
+        ({"fp16": {"enabled": "true"}}, "fp16.enabled", "true or false", "'true' (str)"),
+        ({"bf16": on(immediate_grad_update=1)}, "bf16.immediate_grad_update", "bool", "1 (int)"),
+        ({"torch_autocast": on(dtype="fp32")}, "torch_autocast.dtype", '"bf16" or', "'fp32'"),
+        ({"torch_autocast": on(dtype=16)}, "torch_autocast.dtype", '"fp16"', "16 (int)"),
+        ({"communication_data_type": "int8"}, "communication_data_type", '"bf16"', "'int8' (str)"),
+        ({"communication_data_type": False}, "communication_data_type", '"bf16"', "False (bool)"),
+        (nest("data_types.grad_accum_dtype", "f16"), "data_types.grad_accum_dtype", "fp16", "f16"),
+        (zero(offload_optimizer=True), "zero_optimization.offload_optimizer", "a mapping", "True"),
+        (zero(offload_param=["cpu"]), "zero_optimization.offload_param", "a mapping", "['cpu']"),
+        (zero(stage=3, **cpu("param", pin_memory=1)), f"{PARAM}.pin_memory", "bool", "1 (int)"),
+        (zero(offload_param={"device": "nvme"}), f"{PARAM}.device", 'no "nvme"', "'nvme' (str)"),
+        (zero(offload_optimizer={"device": "gpu"}), f"{OPTIMIZER}.device", '"cpu" or', "'gpu'"),
+        (zero(cpu_offload="cpu"), "zero_optimization.cpu_offload", "true or false", "'cpu' (str)"),
+        ({"onefold": {"on_nonfinite": "stop"}}, "onefold.on_nonfinite", '"raise"', "'stop' (str)"),
+        ({"onefold": {"norm_order": 0.5}}, "onefold.norm_order", "1 or above", "0.5 (float)"),
+        ({"onefold": {"norm_order": True}}, "onefold.norm_order", "1 or above", "True (bool)"),
+        ({"onefold": {"norm_order": "fro"}}, "onefold.norm_order", '"inf"', "'fro' (str)"),
+        ({"onefold": {"norm_order": math.nan}}, "onefold.norm_order", '"inf"', "nan (float)"),
+        ({"onefold": {"norm_order": -math.inf}}, "onefold.norm_order", '"inf"', "-inf (float)"),
+        ({"fp16": on(loss_scale=-1)}, "fp16.loss_scale", "0 (dynamic)", "-1 (int)"),
+        ({"fp16": on(loss_scale=math.inf)}, "fp16.loss_scale", "2**126", "inf (float)"),
+        ({"fp16": on(loss_scale=1e-40)}, "fp16.loss_scale", "0 or at least 2**-126", "1e-40"),
+        ({"fp16": on(loss_scale=1e38)}, "fp16.loss_scale", "2**126", "1e+38 (float)"),
+        ({"fp16": on(loss_scale=False)}, "fp16.loss_scale", "0 (dynamic)", "False (bool)"),
+        ({"fp16": on(loss_scale="dynamic")}, "fp16.loss_scale", "0 (dynamic)", "'dynamic' (str)"),
+        ({"fp16": on(initial_scale_power=-1)}, "fp16.initial_scale_power", "from 0 to", "-1 (int)"),
+        ({"fp16": on(initial_scale_power=127)}, "fp16.initial_scale_power", "to 126", "127 (int)"),
+        ({"fp16": on(initial_scale_power=1.5)}, "fp16.initial_scale_power", "integer", "1.5"),
+        ({"fp16": on(loss_scale_window=0)}, "fp16.loss_scale_window", "above 0", "0 (int)"),
+        ({"fp16": on(loss_scale_window=True)}, "fp16.loss_scale_window", "above 0", "True (bool)"),
+        ({"fp16": on(hysteresis=0)}, "fp16.hysteresis", "above 0", "0 (int)"),
+        ({"fp16": on(consecutive_hysteresis=1)}, "fp16.consecutive_hysteresis", "true", "1 (int)"),
+        ({"fp16": on(min_loss_scale=0)}, "fp16.min_loss_scale", "above 0", "0 (int)"),
+        ({"fp16": on(min_loss_scale=math.nan)}, "fp16.min_loss_scale", "above 0", "nan (float)"),
+        (
+            {"fp16": on(min_loss_scale=9, initial_scale_power=3)},
+            "fp16.min_loss_scale",
+            "at most the initial scale, 2**3",
+            "got 9.0",
+        ),
+        ({"fp16": on(min_loss_scale=1e-40)}, "fp16.min_loss_scale", "at least 2**-126", "1e-40"),
     ],
 )
 def test_wrong_values_name_path_expected_and_got(source, path, expected, got):
@@ -158,21 +258,15 @@ def test_wrong_values_name_path_expected_and_got(source, path, expected, got):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("bf16.enabled", True),
-        ("bfloat16.enabled", True),
-        ("fp16.enabled", True),
-        ("torch_autocast.enabled", True),
-        ("data_types.grad_accum_dtype", "bf16"),
         ("data_types.param_dtype", "bf16"),
-        ("communication_data_type", "fp16"),
-        ("zero_optimization.offload_optimizer.device", "cpu"),
-        ("zero_optimization.offload_param.device", "nvme"),
-        ("zero_optimization.cpu_offload", True),
+        ("data_types.keep_in_fp32_modules", ["norm"]),
         ("zero_optimization.zenflow", {"topk_ratio": 0.1}),
         ("zero_optimization.zero_quantized_weights", True),
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("zero_optimization.ignore_unused_parameters", False),
         ("expert_parallel.enabled", True),
+        ("use_data_before_expert_parallelism", True),
+        ("activation_checkpointing.cpu_checkpointing", True),
         ("tensor_parallel.autotp_size", 2),
         ("sequence_parallel_size", 2),
         ("pipeline.stages", 4),
@@ -198,9 +292,230 @@ def test_what_is_not_here_is_refused_with_a_reason(path, value):
     assert "Remove it to go on without." in text
 
 
-def test_a_section_that_is_on_is_one_problem():
-    text = problems({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}})
-    assert "1 problem:\n- fp16.enabled: " in text
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("bf16", "bf16_master_weights_and_grads", True),
+        ("bfloat16", "bf16_optimizer_states", True),
+        ("fp16", "fp16_master_weights_and_grads", True),
+        ("fp16", "auto_cast", True),
+        (OPTIMIZER, "ratio", 0.5),
+        (OPTIMIZER, "super_offload", True),
+    ],
+)
+def test_what_a_section_cannot_do_is_refused_while_it_is_on(section, key, value):
+    is_offload = section == OPTIMIZER
+    switch, state = ("device", "cpu") if is_offload else ("enabled", True)
+    source = nest(section, {switch: state, key: value})
+    source.setdefault("zero_optimization", {})["stage"] = 2
+    text = problems(source)
+    assert f"1 problem:\n- {section}.{key}: " in text
+    assert "Remove it to go on without." in text
+    off = nest(section, {switch: "none" if is_offload else False, key: value})
+    assert Config.load({**off, "gradient_clipping": 0}) == Config()
+
+
+def test_experts_are_built_not_rewritten():
+    text = problems({"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    assert "onefold.moe" in text
+    assert "1 problem:" in text
+
+
+def loaded(**source) -> Config:
+    return Config.load({"gradient_clipping": 0.0, **source})
+
+
+@pytest.mark.parametrize(
+    ("source", "precision", "scaler"),
+    [
+        ({"bf16": on()}, "bf16", None),
+        ({"bfloat16": on()}, "bf16", None),
+        ({"bf16": on(), "fp16": {"enabled": False}}, "bf16", None),
+        ({"bf16": on(), "fp16": {"enabled": "auto", "hysteresis": 3}}, "bf16", None),
+        ({"bf16": None, "bfloat16": on(), "fp16": None}, "bf16", None),
+        ({"fp16": on()}, "fp16", LossScale()),
+        ({"fp16": on(), "bf16": {"enabled": "auto"}}, "fp16", LossScale()),
+        ({"fp16": on(loss_scale=128)}, "fp16", LossScale(loss_scale=128.0)),
+        ({"fp16": on(loss_scale="auto", auto_cast="auto")}, "fp16", LossScale()),
+        ({"fp16": on(auto_cast=False, initial_scale_power=32)}, "fp16", SCALE_32),
+        ({"fp16": {"hysteresis": 5}, "bf16": on()}, "bf16", None),
+        # Out of its range, and unused.
+        ({"fp16": {"enabled": False, "loss_scale_window": 0}}, None, None),
+    ],
+)
+def test_precision(source, precision, scaler):
+    config = loaded(**source)
+    assert config == Config(precision=precision, loss_scale=scaler)
+    assert config.notes == ()
+
+
+def test_defaults_of_the_loss_scale_are_deepspeeds():
+    assert LossScale().model_dump() == {
+        "loss_scale": 0.0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1.0,
+    }
+    assert Config(precision="fp16").loss_scale == LossScale()
+    assert Config(autocast_dtype="fp16").loss_scale == LossScale()
+    assert Config(autocast_dtype="fp16", loss_scale=None).loss_scale == LossScale()
+    assert LossScale(loss_scale=MAX_LOSS_SCALE).loss_scale == 2.0**126
+    LossScale(loss_scale=4.0, min_loss_scale=1e9)  # no floor where nothing moves
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        *((said, "fp32") for said in ("fp32", "FP32", "float32", "float", "torch.float32")),
+        *((said, "bf16") for said in ("bf16", "BF16", "bfloat16", "torch.bfloat16")),
+        *((said, "fp16") for said in ("fp16", "FP16", "float16", "half", "torch.float16")),
+    ],
+)
+def test_every_spelling_of_a_dtype(said, name):
+    assert loaded(communication_data_type=said) == Config(communication_data_type=name)
+    assert loaded(data_types={"grad_accum_dtype": said}) == Config(grad_accum_dtype=name)
+    if name != "fp32":
+        config = loaded(torch_autocast=on(dtype=said))
+        assert config == Config(autocast_dtype=name)
+        assert config.notes == ()
+
+
+def test_an_autocast_is_bf16_unless_told_and_says_so():
+    config = loaded(torch_autocast=on())
+    assert config.autocast_dtype == "bf16"
+    (note,) = config.notes
+    assert note.startswith("torch_autocast.dtype is not given, so it is bf16")
+    assert loaded(torch_autocast={"dtype": "fp16", "enabled": False}) == Config()
+
+
+def test_an_autocast_in_fp16_takes_the_scaler_of_the_section_fp16():
+    fp16 = {"enabled": False, "loss_scale": 64, "auto_cast": True}
+    for section in (on(dtype="fp16"), {"dtype": "fp16", "enabled": True}):
+        config = loaded(torch_autocast=section, fp16=fp16)
+        assert config == Config(autocast_dtype="fp16", loss_scale=LossScale(loss_scale=64.0))
+    assert loaded(torch_autocast=on(dtype="bf16"), fp16=fp16).loss_scale is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "optimizer", "param"),
+    [
+        (cpu("optimizer"), True, False),
+        (cpu("param"), False, True),
+        ({**cpu("optimizer"), **cpu("param")}, True, True),
+        ({"cpu_offload": True}, True, False),
+        ({"cpu_offload_param": True}, False, True),
+        ({"cpu_offload": True, "offload_param": {"device": "none"}}, True, False),
+        ({"offload_optimizer": {"device": "auto"}, "cpu_offload_param": "auto"}, False, False),
+        ({"offload_optimizer": {}, "offload_param": {"nvme_path": "/x"}}, False, False),
+        (cpu("optimizer", ratio=1.0, super_offload=False), True, False),
+    ],
+)
+def test_offload(keys, optimizer, param):
+    config = loaded(zero_optimization={"stage": 3, **keys})
+    assert config == Config(stage=3, offload_optimizer=optimizer, offload_param=param)
+    assert config.notes == ()
+
+
+def test_what_a_section_that_is_on_does_without_is_noted():
+    config = loaded(
+        bf16=on(immediate_grad_update=True, check_grad_overflow=False),
+        zero_optimization={
+            "stage": 3,
+            **cpu("optimizer", pin_memory=False, fast_init=True, nvme_path=None, buffer_count=4),
+            **cpu("param", pin_memory=True, buffer_size=1e8, max_in_cpu=1e9),
+        },
+        zero_force_ds_cpu_optimizer=False,
+    )
+    text = "\n".join(config.notes)
+    assert len(config.notes) == 5
+    assert "bf16.immediate_grad_update: accepted, without effect" in text
+    assert "bf16.check_grad_overflow: accepted, without effect here: gradients are always" in text
+    assert f"{OPTIMIZER}.pin_memory, {PARAM}.pin_memory: accepted, without" in text
+    assert f"{OPTIMIZER}.buffer_count, {PARAM}.buffer_size, {PARAM}.max_in_cpu: acc" in text
+    assert "zero_force_ds_cpu_optimizer: accepted, without effect" in text
+    (note,) = loaded(torch_autocast=on(dtype="bf16", lower_precision_safe_modules=["x"])).notes
+    assert "gradients cross the wire in communication_data_type" in note
+
+
+@pytest.mark.parametrize("source", [zero(stage=2, cpu_offload=True, **cpu("optimizer"))])
+def test_an_older_name_beside_the_newer(source):
+    assert "1 problem:\n- zero_optimization.cpu_offload: expected one of" in problems(source)
+    assert "Keep bf16." in problems({"bf16": {"enabled": False}, "bfloat16": on()})
+    both = zero(stage=3, cpu_offload_param=False, offload_param={"device": "cpu"})
+    assert "Keep zero_optimization.offload_param." in problems(both)
+
+
+DISAGREEMENTS = [
+    ({"bf16": on(), "fp16": on()}, "fp16.enabled: expected one of the two, got bf16.enabled"),
+    ({"fp16": on(), "bf16": on()}, "bf16.enabled: expected one of the two, got fp16.enabled"),
+    ({"bf16": on(), "torch_autocast": on()}, "torch_autocast.enabled: expected a model in fp32"),
+    ({"bf16": on(), "data_types": {"grad_accum_dtype": "fp16"}}, "expected fp32 or the model's"),
+    ({"fp16": on(), "data_types": {"grad_accum_dtype": "bf16"}}, "own fp16, got bf16"),
+    (zero(**cpu("optimizer")), "expected zero_optimization.stage 1, 2 or 3, where"),
+    (zero(stage=2, **cpu("param")), "expected zero_optimization.stage 3, where"),
+    (zero(stage=0, cpu_offload=True), "zero_optimization.offload_optimizer: expected"),
+]
+
+
+@pytest.mark.parametrize(("source", "says"), DISAGREEMENTS)
+def test_settings_that_do_not_go_together(source, says):
+    text = problems(source)
+    assert says in text
+    assert "1 problem:" in text
+    # A wrong value elsewhere does not hide it.
+    text = problems({**source, "gradient_clipping": "much"})
+    assert says in text
+    assert "2 problems:" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"precision": "bf16", "autocast_dtype": "bf16"}, "torch_autocast.enabled"),
+        ({"precision": "bf16", "loss_scale": LossScale()}, "loss_scale: expected None without"),
+        ({"loss_scale": LossScale()}, "loss_scale: expected None without fp16"),
+        ({"offload_param": True, "stage": 2}, "zero_optimization.offload_param"),
+        ({"precision": "fp32"}, "precision"),
+    ],
+)
+def test_a_config_made_by_hand_is_checked_too(fields, says):
+    with pytest.raises(ValidationError, match=says):
+        Config(**fields)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_a_gradient_dtype_that_goes_with_the_model(precision):
+    """Without a precision only the plan knows the model's dtype."""
+    for dtype in ("fp32", "bf16", "fp16") if precision is None else ("fp32", precision):
+        Config(precision=precision, grad_accum_dtype=dtype)
+
+
+@pytest.mark.parametrize("said", ["inf", "Inf", math.inf])
+def test_an_infinite_norm(said, tmp_path):
+    config = loaded(onefold={"norm_order": said})
+    assert config.norm_order == math.inf
+    assert config.fingerprint() == Config(norm_order=math.inf).fingerprint()
+    assert config.fingerprint() != Config().fingerprint()
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"onefold": {"norm_order": said}}))
+    assert Config.load(path).norm_order == math.inf
+
+
+def test_the_order_of_the_keys_means_nothing():
+    config = Config.load(FULL)
+    for seed in range(20):
+        assert Config.load(shuffled(FULL, random.Random(seed))) == config
+
+
+def shuffled(source: dict, draw: random.Random) -> dict:
+    """The same mapping in another order, at every depth."""
+    items = list(source.items())
+    draw.shuffle(items)
+    return {
+        key: shuffled(value, draw) if isinstance(value, dict) else value for key, value in items
+    }
 
 
 @pytest.mark.parametrize(
@@ -212,8 +527,9 @@ def test_a_section_that_is_on_is_one_problem():
         zero(offload_param={"device": "none", "pin_memory": True}),
         {"zero_optimization": {"offload_optimizer": None, "zenflow": None}},
         {"zero_optimization": {"cpu_offload": False, "zero_hpz_partition_size": 1}},
-        {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}},
-        {"communication_data_type": None},
+        {"communication_data_type": None, "data_types": {"grad_accum_dtype": None}},
+        {"communication_data_type": "auto", "data_types": {"grad_accum_dtype": "auto"}},
+        {"data_types": {"keep_in_fp32_modules": "auto", "param_dtype": None}},
         {"amp": {"enabled": False}, "elasticity": {}, "sparse_gradients": False},
         {"tensorboard": {"enabled": False, "output_path": "x"}, "wandb": {"group": "x"}},
         {"data_efficiency": {"enabled": False, "data_sampling": {"dynamic_batching": {}}}},
@@ -265,6 +581,13 @@ def test_deprecated_bare_zero_optimization(value, stage):
         ("block_classes", "it belongs to onefold.block_classes"),
         ("reduce_bucket_numel", "it belongs to zero_optimization.reduce_bucket_size"),
         ("offload_optimizer", "it belongs to zero_optimization.offload_optimizer"),
+        ("fp16.loss_scale_windw", "the nearest known key is fp16.loss_scale_window"),
+        ("bf16.loss_scale", "it belongs to fp16.loss_scale"),
+        ("initial_scale_power", "it belongs to fp16.initial_scale_power"),
+        ("precision", "it belongs to bf16.enabled"),
+        ("torch_autocast.dtyp", "the nearest known key is torch_autocast.dtype"),
+        ("onefold.on_nonfinit", "the nearest known key is onefold.on_nonfinite"),
+        ("zero_optimization.offload_optimizer.divice", "offload_optimizer.device"),
         ("onefold.overlap_com", "the nearest known key is zero_optimization.overlap_comm"),
         ("bf16.enable", "the nearest known key is bf16.enabled"),
         ("data_efficiency.data_sampling.num_epoch", "data_efficiency.data_sampling.num_epochs"),
@@ -290,13 +613,17 @@ def test_all_problems_are_reported_in_one_error():
     text = problems(
         {
             "zero_optimization": {"stage": 9, "offload_param": {"device": "cpu"}},
-            "bf16": {"enabled": True},
+            "fp16": {"enabled": True, "loss_scale_window": 0, "auto_cast": True},
+            "torch_autocast": {"enabled": True, "dtype": "bf16"},
+            "data_types": {"grad_accum_dtype": "bf16"},
+            "expert_parallel": {"enabled": True},
             "train_batch_sise": 4,
             "gradient_clipping": "much",
         }
     )
-    assert text.startswith("config: 5 problems:\n- ")
-    assert text.count("\n- ") == 5
+    # No word about the offload: nobody knows which stage was meant.
+    assert text.startswith("config: 8 problems:\n- ")
+    assert text.count("\n- ") == 8
 
 
 IDENTITY = [
@@ -361,6 +688,8 @@ def test_fingerprint_sees_what_must_agree_and_nothing_else():
     config = Config.load(FULL)
     assert config.fingerprint() == Config.load(json.loads(json.dumps(FULL))).fingerprint()
     assert config.fingerprint() != Config.load({**FULL, "gradient_clipping": 2}).fingerprint()
+    halved = {**FULL, "fp16": {**FULL["fp16"], "initial_scale_power": 11}}
+    assert config.fingerprint() != Config.load(halved).fingerprint()
     other_lr = {**FULL, "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}}
     assert config.fingerprint() != Config.load(other_lr).fingerprint()
     patient = config.model_copy(update={"timeout_s": 9.0, "notes": ("x",)})
@@ -384,6 +713,9 @@ def test_every_honoured_row_has_a_field_and_every_field_a_row():
 def test_table_has_no_path_that_is_both_a_row_and_a_container():
     assert not CONTAINERS & set(TABLE)
     assert set(TABLE) < KNOWN
+    assert set(SWITCHED) <= CONTAINERS
+    assert {f"{path}.{switch}" for path, switch in SWITCHED.items()} <= set(TABLE)
+    assert set(OLDER) | set(OLDER.values()) <= KNOWN
     assert len(KNOWN) > 300
 
 

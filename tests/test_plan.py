@@ -6,6 +6,7 @@ from torch import nn
 
 from onefold.config import Config
 from onefold.plan import Plan, build_plan
+from onefold.wire.grid import Grid
 from tests.rig import Tower
 
 
@@ -15,7 +16,7 @@ def plan_of(
     zero = {"stage": stage, **onefold.pop("zero", {})}  # type: ignore[dict-item]
     config = Config.load({"zero_optimization": zero, "onefold": onefold})
     trainable = [p for p in module.parameters() if p.requires_grad or not frozen]
-    return build_plan(module, config, trainable, world_size=world_size)
+    return build_plan(module, config, trainable, Grid(("shard",), (world_size,)))
 
 
 def names(plan: Plan) -> list[list[str]]:
@@ -103,7 +104,7 @@ def test_sparse_gradients_and_half_precision_are_refused_together() -> None:
 def test_parameters_in_no_group_are_frozen_and_said() -> None:
     model = Tower()
     config = Config.load({"zero_optimization": {"stage": 1}})
-    plan = build_plan(model, config, list(model.head.parameters()), world_size=2)
+    plan = build_plan(model, config, list(model.head.parameters()), Grid(("shard",), (2,)))
     trainable = [s.name for unit in plan.units if unit.is_trainable for s in unit.slots]
     assert trainable == ["head.bias", "head.weight"]
     assert any("9 parameter(s)" in note and "embed.weight" in note for note in plan.notes)

@@ -23,7 +23,7 @@ LAYERS = (
     ("wire",),
     ("config", "plan", "unit"),
     ("grad", "param", "optim"),
-    ("engine", "initialize", "transaction"),
+    ("engine", "initialize", "step", "transaction"),
     ("state", "moe", "contrastive", "integrations", "cli"),
     ("__init__", "__main__"),
 )

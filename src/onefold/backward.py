@@ -89,7 +89,8 @@ class Backwards:
 
     def watch_scaled(self, loss: Tensor) -> RemovableHandle:
         """Know the backward of ``loss``, which is scaled, by its first hook."""
-        return loss.register_hook(self._note)
+        handle: RemovableHandle = loss.register_hook(self._note)
+        return handle
 
     def check_scaled(self, name: str) -> None:
         """Refuse a gradient of parameter ``name`` that is not scaled though it must be.

@@ -125,7 +125,7 @@ class Walk:
         for name, value in data.items():
             path = f"{prefix}.{name}" if prefix else str(name)
             newer = OLDER.get(path, "")
-            if value is not None and data.get(newer.rpartition(".")[2]) is not None:
+            if value not in (None, AUTO) and data.get(newer.rpartition(".")[2]) is not None:
                 self.problems.append(
                     f"{path}: expected one of the two, got {newer}, its newer name, as well. "
                     f"Keep {newer}."

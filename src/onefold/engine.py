@@ -1,36 +1,28 @@
 """Engine: the order of calls. No tensor arithmetic here; each station is a file of its own."""
 
-import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.backward import Backwards
-from onefold.errors import StateError
 from onefold.grad.exchange import Place
 from onefold.grad.full import full_grad
 from onefold.grad.window import GradWindow, NoSync
 from onefold.optim import master
 from onefold.optim.accumulation import Accumulation
-from onefold.optim.clip import clip, global_norm
 from onefold.optim.scaler import LossScaler
 from onefold.param.autocast import Autocast
 from onefold.param.full import full_parameters, full_state_dict
 from onefold.param.hooks import ModuleHooks
-from onefold.param.publish import publish
 from onefold.param.unshard import Unsharder
 from onefold.parts import Parts
+from onefold.step import Stepper
 from onefold.transaction import Transaction
 from onefold.wire.ledger import Ledger
 from onefold.wire.mesh import leave_world
-
-log = logging.getLogger(__name__)
-
-_NO_FACTOR: Final = 1.0
 
 
 class Engine:
@@ -44,10 +36,6 @@ class Engine:
         ledger: every data collective, counted.
         plan: blocks and units, as decided at construction.
         loss_scaler: the loss scale; fixed at 1.0 but for fp16.
-        global_steps: real steps.
-        skipped_steps: steps that were dropped because a gradient was not finite.
-        micro_steps: calls of ``step()``, on and off the boundary.
-        clip_factor: what clipping multiplied the gradients of the last step with.
     """
 
     def __init__(self, parts: Parts, lr_scheduler: LRScheduler | None = None) -> None:
@@ -57,22 +45,11 @@ class Engine:
         self.device = parts.arena.device
         self.ledger: Ledger = parts.ledger
         self.loss_scaler = LossScaler(parts.config.loss_scale)
-        self.global_steps = 0
-        self.skipped_steps = 0
-        self.micro_steps = 0
-        self.clip_factor = _NO_FACTOR
-        self._config = parts.config
         self.plan = parts.plan
         self._world = parts.world
         self._parts = parts
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
-        self._norm: float | None = None
-        self._clipped_by_hand: tuple[float, float] | None = None  # norm before, factor
-        self._is_stepping = False
-        self._is_skipping = False
-        self._was_applied = False
-        self._num_full = 0  # full_parameters() blocks that are open
 
         managed = parts.config.managed_gradient_accumulation
         averages = parts.config.gradient_allreduce_op == "mean"
@@ -87,19 +64,41 @@ class Engine:
         self._transaction = Transaction(
             parts, self._backwards, self._accumulation, unsharder, self._divisor
         )
-        self._publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
-        self._masters = master.Masters(parts.optimizer, self._trainable)
-        self._optimizer_hooks = master.adopt(
-            parts.optimizer,
-            drop=self._drop,
-            before_step=self._before_step,
-            after_step=self._after_step,
+        publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
+        self._stepper = Stepper(
+            parts,
+            self._transaction,
+            self._accumulation,
+            self.loss_scaler,
+            publish_order,
+            lr_scheduler,
         )
+        self._optimizer_hooks = self._stepper.adopt(drop=self._drop)
 
     @property
     def last_window(self) -> GradWindow | None:
         """The report of the last outermost window that ended; None before the first."""
         return self._transaction.last_window
+
+    @property
+    def global_steps(self) -> int:
+        """Real steps."""
+        return self._stepper.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were dropped because a gradient was not finite."""
+        return self._stepper.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step()``, on and off the boundary."""
+        return self._stepper.micro_steps
+
+    @property
+    def clip_factor(self) -> float:
+        """What clipping multiplied the gradients of the last step with; 1.0 for nothing."""
+        return self._stepper.clip_factor
 
     # -- forward and backward ------------------------------------------------------------------
 
@@ -232,9 +231,8 @@ class Engine:
         Communication: one exchange, one reduction per pending unit, one exchange for the norm.
         """
         self._transaction.refuse_inside("reduce_gradients()")
-        self._reduce(Place.REDUCE_GRADIENTS)
-        assert self._norm is not None
-        self._masters.show_to_scaler(is_finite=math.isfinite(self._norm))
+        self._stepper.reduce(Place.REDUCE_GRADIENTS)
+        self._stepper.show_to_scaler()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Reduce what is pending, and clip the averaged gradient; for loops that clip by hand.
@@ -257,10 +255,8 @@ class Engine:
                 f"{max_norm} and {norm_type}."
             )
         self._transaction.refuse_inside("clip_grad_norm()")
-        self._reduce(Place.REDUCE_GRADIENTS)
-        norm = global_norm(self._trainable, self._world.control, norm_type)
-        self._clipped_by_hand = norm, clip(self._trainable, norm, max_norm)
-        return norm
+        self._stepper.reduce(Place.REDUCE_GRADIENTS)
+        return self._stepper.clip(max_norm, norm_type)
 
     def step(self) -> None:
         """End a micro-step; on the boundary reduce, clip, update and publish.
@@ -281,75 +277,6 @@ class Engine:
         """
         self.optimizer.step()
 
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            raise StateError(
-                "step(closure): the closure's backward would come after the reduction. Run the "
-                "backward first and call step() without arguments."
-            )
-        self._transaction.refuse_inside("step()")
-        self._is_stepping = self._accumulation.is_boundary
-        self.micro_steps += 1
-        if not self._is_stepping:
-            self._accumulation.count()
-            self._masters.hide()
-            return
-        self._is_skipping = False
-        self._reduce(Place.STEP)
-        assert self._norm is not None
-        if not math.isfinite(self._norm):
-            self._meet_nonfinite(self._norm)
-        if self._is_skipping:
-            self._masters.hide()
-        else:
-            self.clip_factor = clip(self._trainable, self._norm, self._config.gradient_clipping)
-            self._masters.expose()
-        if self._clipped_by_hand is not None:
-            self._norm, factor = self._clipped_by_hand
-            self.clip_factor *= factor
-        self.loss_scaler.update(self._is_skipping)
-
-    def _meet_nonfinite(self, norm: float) -> None:
-        """Decide what becomes of a step with a gradient that is not finite, alike on all ranks."""
-        policy = "skip" if self.loss_scaler.is_active else self._config.on_nonfinite
-        text = f"step(): the gradient norm over all ranks is {norm}, at step {self.global_steps}"
-        if policy == "raise":
-            raise FloatingPointError(
-                f"{text}. The gradients are still there to be looked at; call zero_grad() on every "
-                "rank to go on."
-            )
-        if policy == "ignore":
-            log.warning("%s; stepping all the same", text)
-            return
-        self._is_skipping = True
-        self.skipped_steps += 1
-        log.warning(
-            "%s; skipped (%d so far), loss scale %g", text, self.skipped_steps, self.loss_scaler.scale
-        )
-
-    def _after_step(self) -> None:
-        self._was_applied = self._is_stepping and not self._is_skipping
-        if not self._is_stepping:
-            return
-        self._is_stepping = False
-        if not self._is_skipping:
-            publish(self._publish_order)
-        self._masters.hide()
-        self._transaction.end_step()
-        self._accumulation.end_step()
-        self._clipped_by_hand = None
-        if self._is_skipping:
-            return
-        self.global_steps += 1
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-    def _reduce(self, place: Place) -> None:
-        if self._num_full:
-            raise StateError(f"{place.call} inside full_parameters(). Leave the with-block first.")
-        self._transaction.reduce(place)
-        self._norm = global_norm(self._trainable, self._world.control, self._config.norm_order)
-
     # -- dropping ------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
@@ -361,7 +288,7 @@ class Engine:
 
     def _drop(self) -> None:
         self._transaction.drop()
-        self._masters.hide()
+        self._stepper.hide()
 
     # -- accumulation boundary -----------------------------------------------------------------
 
@@ -381,7 +308,7 @@ class Engine:
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed the weights: on the boundary, and not skipped."""
-        return self._was_applied
+        return self._stepper.was_applied
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -391,7 +318,7 @@ class Engine:
         Of order ``onefold.norm_order``, 2 unless told otherwise, or as the last ``clip_grad_norm``
         said; ``clip_factor`` is what was made of it.
         """
-        return self._norm
+        return self._stepper.norm
 
     def full_grad(self, param: nn.Parameter) -> Tensor | None:
         """The averaged full gradient of one parameter, in its shape, on every rank.
@@ -427,12 +354,12 @@ class Engine:
         Communication: one all-gather per sharded unit, one exchange.
         Memory: all parameters.
         """
-        self._num_full += 1
+        self._transaction.num_full += 1
         try:
             with full_parameters(self._units, self._world.control):
                 yield
         finally:
-            self._num_full -= 1
+            self._transaction.num_full -= 1
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's whole ``state_dict`` on the CPU of every rank; buffers are rank 0's.

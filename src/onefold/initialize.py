@@ -111,9 +111,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     Memory: where parameters are Shard, one unit above the 1/W that stays.
     Source: the signature is that of DeepSpeed's ``initialize``.
     """
-    request = _Request(
-        model, optimizer, model_parameters, lr_scheduler, training_data, elementwise
-    )
+    request = _Request(model, optimizer, model_parameters, lr_scheduler, training_data, elementwise)
     device = _device_of(model)
     loaded, error = _load(config)
     world = join_world(mesh, device, loaded.timeout_s)
@@ -133,9 +131,7 @@ def _assemble(model: nn.Module, prepared: _Prepared, world: World, arena: Arena)
     for group in plan.groups:
         cut = world.grid.cut(group, world.rank, shards=plan.home.shards_optimizer)
         wires[group] = Collectives(
-            build_mesh(
-                world, cut, arena, transport=config.transport, timeout_s=config.timeout_s
-            ),
+            build_mesh(world, cut, arena, transport=config.transport, timeout_s=config.timeout_s),
             ledger,
         )
         if group.expert_axis:

@@ -3,8 +3,8 @@
 A block is what is unsharded as a whole. Where parameters are Replicate a block is a bucketful of
 parameters in reverse registration order; where they are Shard it is one repeated block of the
 model, and everything else is the root block. A block has one unit per combination of dtype, device,
-reduce group (experts differ) and trainability. The order of the units is the order in which they are reduced (the last layer
-first); they are gathered in the opposite order.
+reduce group (experts differ) and trainability. The order of the units is the order in which they
+are reduced (the last layer first); they are gathered in the opposite order.
 """
 
 import hashlib
@@ -344,7 +344,7 @@ def _units_of(
     return tuple(blocks), tuple(units)
 
 
-def _unit_of(  # noqa: PLR0913
+def _unit_of(
     index: int,
     name: str,
     slots: list[Slot],

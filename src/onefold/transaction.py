@@ -22,6 +22,7 @@ from onefold.grad.window import GradWindow, Keeper, NoSync, Scope
 from onefold.optim.accumulation import Accumulation
 from onefold.param.unshard import Unsharder
 from onefold.parts import Parts
+from onefold.wire.collectives import Connection
 from onefold.wire.ledger import Total
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Transaction:
         keeper: the open scopes.
         reducer: the reductions on the wire.
         last_window: the last outermost window that ended.
+        num_full: ``full_parameters()`` blocks that are open.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Transaction:
     ) -> None:
         self.keeper = Keeper()
         self.last_window: GradWindow | None = None
+        self.num_full = 0
         self._plan = parts.plan
         self._home = parts.plan.home
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
-        self._connections = (*parts.wires, *parts.exchanges)
+        self._connections: tuple[Connection, ...] = (*parts.wires, *parts.exchanges)
         self._ledger = parts.ledger
         self._control = parts.world.control
         self._backwards = backwards
@@ -232,7 +235,9 @@ class Transaction:
         )
 
     def refuse_inside(self, call: str) -> None:
-        """Raise StateError inside a scope or a backward."""
+        """Raise StateError inside a scope, a backward or a ``full_parameters()`` block."""
+        if self.num_full:
+            raise StateError(f"{call} inside full_parameters(). Leave the with-block first.")
         scope = self.keeper.outermost
         if scope is not None:
             pending = sum(unit.gradients.collect() for unit in self._trainable)

@@ -284,9 +284,7 @@ class Unit:
             self.param_shard.copy_(self.master, non_blocking=True)
         if self.frees_parameters:
             return None
-        return self.wire.start_all_gather(
-            self.param_shard, self.param_full, self.index, self.name
-        )
+        return self.wire.start_all_gather(self.param_shard, self.param_full, self.index, self.name)
 
     def publish_version(self) -> None:
         """The parameters have new values: a backward on an older graph must raise, as in torch."""

@@ -1,8 +1,7 @@
 """B02: the last backward alone survives, but only with the optimizer on the CPU: an accumulator was
 filled only where the configured accumulation was above 1.
 
-This version has no offload, so this is the case's control without it, and the refusal of the
-setting: on every rank, before anything is sent, rather than a silent no-op.
+Exact with and without offload, at every stage that has something to offload.
 """
 
 import pytest
@@ -15,9 +14,16 @@ BACKWARDS = 4
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
 @distributed(world_size=2)
-def test_control_without_offload(ctx: RankContext, stage: int) -> None:
-    zero = {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+def test_every_backward_counts(ctx: RankContext, stage: int, offload: str) -> None:
+    on_cpu, off = {"device": "cpu"}, {"device": "none"}
+    if (offload == "optimizer" and stage == 0) or (offload == "parameters" and stage < 3):
+        return  # nothing there to offload: refused, see tests/test_config.py
+    zero = {
+        "offload_optimizer": off if offload == "none" else on_cpu,
+        "offload_param": on_cpu if offload == "parameters" else off,
+    }
     config = {"gradient_accumulation_steps": 1}
     engine = rig.start(ctx, rig.House(), stage, config=config, zero=zero)
     total = 0.0
@@ -30,11 +36,3 @@ def test_control_without_offload(ctx: RankContext, stage: int) -> None:
             total += rig.expected(ctx.world_size, BACKWARDS)
             rig.assert_change(engine, total)
             rig.assert_ranks_equal(engine)
-
-
-@pytest.mark.parametrize("stage", rig.STAGES)
-@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
-@distributed(world_size=2)
-def test_offload_is_refused_not_ignored(ctx: RankContext, stage: int, section: str) -> None:
-    with pytest.raises(ValueError, match=section):
-        rig.start(ctx, rig.House(), stage, zero={section: {"device": "cpu"}})

@@ -31,8 +31,9 @@ def tower(ctx: RankContext, stage: int, **arguments: Any) -> onefold.Engine:
     torch.manual_seed(0)
     model = Tower(dtype=torch.float32)
     model.embed.requires_grad_(False)
-    zero = {"reduce_bucket_size": 30}
-    engine = start(ctx, model, stage, zero=zero, model_parameters=filter_(model), **arguments)
+    arguments.setdefault("zero", {"reduce_bucket_size": 30})
+    arguments.setdefault("optimizer", lambda params: torch.optim.SGD(params, lr=1e-3))
+    engine = start(ctx, model, stage, model_parameters=filter_(model), **arguments)
     assert len(engine._units) > len(trainable(engine)) >= 3
     return engine
 
@@ -157,6 +158,7 @@ def test_torch_s_own_witness_sees_the_same(ctx: RankContext, stage: int) -> None
         stage,
         zero={"reduce_bucket_size": 2000},
         config={"onefold": {"transport": "native"}},
+        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
     )
     for mode, program in MODES.items():
         mark = engine.ledger.mark()

@@ -3,9 +3,11 @@
 ``launch`` hands a unit's ``grad_full`` to the wire; ``finish`` adds this rank's slice of the sum to
 ``grad_shard``. On a mesh of two axes that is a reduce-scatter over ``shard`` and, when its sum is
 there, an all-reduce over ``replicate``, which a scope may defer: then the sum over ``shard`` is
-added to ``grad_part`` and crosses with the flush. Every launch is written into a log. At an exchange the ranks compare the lengths of
-their logs, and a rank that launched less (its body failed, or it ran fewer backwards) follows the
-longest log, so that every started collective has all its partners and nothing hangs.
+added to ``grad_part`` and crosses with the flush.
+
+Every launch is written into a log. At an exchange the ranks compare the lengths of their logs, and
+a rank that launched less (its body failed, or it ran fewer backwards) follows the longest log, so
+that every started collective has all its partners and nothing hangs.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Station 2, keep or reduce. From: ``grad/hooks`` (a unit is ready). To: ``grad/reduce``.
 
 A scope is a temporary change of placement: while one is open gradients stay Partial, on both axes
-of the mesh or, with ``across="replicate"``, on the replicate axis alone. The outermost scope decides
-what its end does: a ``GradWindow`` flushes, a ``NoSync`` leaves the gradients Partial. Where
-*backward* runs decides, never where forward ran.
+of the mesh or, with ``across="replicate"``, on the replicate axis alone. The outermost scope
+decides what its end does: a ``GradWindow`` flushes, a ``NoSync`` leaves the gradients Partial.
+Where *backward* runs decides, never where forward ran.
 """
 
 from collections.abc import Callable
@@ -84,8 +84,8 @@ class GradWindow(Scope):
         if across is not None and declared_backwards is not None:
             raise ValueError(
                 "coalesce_grad_reduction(across='replicate', backwards=n): with across= every "
-                "backward reduces over the shard axis as it goes, so there is nothing to arm. Leave "
-                "one of the two out."
+                "backward reduces over the shard axis as it goes, so there is nothing to arm. "
+                "Leave one of the two out."
             )
         self.keeps_units = across is None
         if declared_backwards is not None and declared_backwards < 1:

@@ -24,17 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.config import Entry
 from onefold.config_rule import AUTO
+from onefold.optim.elementwise import NOT_ELEMENTWISE
 
 _log = logging.getLogger("onefold.optim.entries")
 
-# Every rank's optimizer sees one flat piece of each parameter, never its shape or its whole.
 _REFUSED = {
-    **dict.fromkeys(("lamb", "fusedlamb", "lars"), "it scales by norms of whole parameters"),
-    **dict.fromkeys(("adafactor", "muon", "shampoo", "soap"), "it works on whole matrices"),
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "it scales by the parameters' full shapes"),
-    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), "it reduces gradients by itself"),
-    "lbfgs": "it searches along a line through all parameters at once",
-    "sparseadam": "it takes sparse gradients, and flat buffers are dense",
+    **NOT_ELEMENTWISE,
     "lion": "torch has no such class; build it yourself and hand it to the engine",
 }
 

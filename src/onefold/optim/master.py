@@ -39,6 +39,7 @@ class Masters:
     """The pieces of one rank, in the optimizer's param groups."""
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
+        self.optimizer = optimizer
         self._groups = optimizer.param_groups
         self._pieces: list[tuple[Unit, int, Tensor]] = []
         piece_of: dict[int, Tensor] = {}

@@ -4,6 +4,7 @@ The settings' ``torch_autocast``. It covers calls of the model, through the engi
 calls of its submodules or of other methods.
 """
 
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,7 @@ class Autocast:
         self._entered: list[torch.autocast] = []
         if dtype is None:
             return
-        self._make = lambda: torch.autocast(device_type, _DTYPES[dtype])
+        self._make = partial(torch.autocast, device_type, _DTYPES[dtype])
         self._handles = [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
@@ -41,7 +42,7 @@ class Autocast:
             handle.remove()
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
-        context = self._make()
+        context: torch.autocast = self._make()
         context.__enter__()
         self._entered.append(context)
 

@@ -31,7 +31,9 @@ def full_parameters(units: Sequence[Unit], control: Control) -> Iterator[None]:
         before = [_digest(unit) for unit in units]
         yield
         after = [_digest(unit) for unit in units]
-        _compare(units, control.gather([(_holder(u), d) for u, d in zip(units, after, strict=True)]))
+        _compare(
+            units, control.gather([(_holder(u), d) for u, d in zip(units, after, strict=True)])
+        )
         for unit, old, new in zip(units, before, after, strict=True):
             if old != new:
                 unit.keep_writes()

@@ -5,7 +5,7 @@ a copy (nothing at all where source and result are the same memory) and the ledg
 """
 
 import time
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,15 @@ from onefold.wire.mesh import Mesh
 from onefold.wire.transports import Work
 
 _TAGS_PER_UNIT: Final = 3  # one per collective, so that a gather never meets a reduction
+
+
+class Connection(Protocol):
+    """Groups of ranks that can be made anew."""
+
+    is_broken: bool
+
+    def rebuild(self) -> None:
+        """Make them anew; every rank calls it, after they have agreed to."""
 
 
 class Handle:

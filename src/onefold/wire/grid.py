@@ -115,7 +115,9 @@ class Grid:
                     f"has experts over {group.expert_size}. Give both the same size."
                 )
             return self.axes, self.sizes
-        split = next(a for a in reversed(range(len(self.axes))) if not self._is_replicate(self.axes[a]))
+        split = next(
+            a for a in reversed(range(len(self.axes))) if not self._is_replicate(self.axes[a])
+        )
         if self.sizes[split] % group.expert_size:
             raise ValueError(
                 f"initialize(model=): experts over {group.expert_size} ranks (ep_size) do not "

@@ -87,9 +87,7 @@ class _NarrowSum:
 class _NarrowAllReduce:
     """In place: a narrow sum of nearly equal slices, then an all-gather of the rounded sums."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, buffer: Tensor, wire_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, buffer: Tensor, wire_dtype: torch.dtype) -> None:
         size = group.size()
         self._group = group
         self._buffer = buffer
