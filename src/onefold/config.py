@@ -194,7 +194,8 @@ class Config(_Frozen):
     @classmethod
     def _fill_loss_scale(cls, data: dict[str, Any]) -> dict[str, Any]:
         is_half = "fp16" in (data.get("precision"), data.get("autocast_dtype"))
-        return {"loss_scale": {}, **data} if is_half else data
+        is_missing = is_half and data.get("loss_scale") is None
+        return {**data, "loss_scale": {}} if is_missing else data
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

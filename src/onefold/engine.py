@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.backward import Backwards
+from onefold.experts import expert_parallel_modules
 from onefold.grad.exchange import Place
 from onefold.grad.full import full_grad
 from onefold.grad.window import GradWindow, NoSync
@@ -382,6 +383,8 @@ class Engine:
         master.release(self.optimizer)
         for wire in self._parts.wires:
             wire.mesh.destroy()
+        for _, experts in expert_parallel_modules(self.module):
+            experts.disconnect()
         for exchange in self._parts.exchanges:
             exchange.destroy()
         leave_world(self._world)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from onefold.errors import StateError
 from onefold.wire.all_to_all import AllToAll
+from onefold.wire.grid import ReduceGroup
 
 DEFAULT_AXIS = "expert"
 
@@ -243,6 +244,16 @@ def expert_parallel_modules(module: nn.Module) -> list[tuple[str, ExpertParallel
         if param in inside:
             raise ValueError(_tied(inside[param][0], name))
     return found
+
+
+def reduce_groups_of(module: nn.Module) -> dict[int, ReduceGroup]:
+    """The reduce group of every expert's parameter and buffer, by ``id``; the others are dense."""
+    return {
+        id(tensor): ReduceGroup(experts.axis, experts.size)
+        for _, experts in expert_parallel_modules(module)
+        for tensor in (*experts.parameters(), *experts.buffers())
+        if experts.size > 1
+    }
 
 
 def _outside(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

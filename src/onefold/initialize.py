@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from onefold.config import Config
 from onefold.engine import Engine
 from onefold.errors import RankMismatchError, describe
-from onefold.experts import expert_parallel_modules
+from onefold.experts import expert_parallel_modules, reduce_groups_of
 from onefold.optim.elementwise import check_elementwise
 from onefold.optim.entries import build_optimizer, build_scheduler
 from onefold.optim.master import check_optimizer
@@ -140,10 +140,11 @@ def _assemble(model: nn.Module, prepared: _Prepared, world: World, arena: Arena)
     host_arena = Arena(torch.device("cpu"), is_pinned=arena.device.type == "cuda")
     units = tuple(Unit(spec, wires[spec.reduce_group], arena, host_arena) for spec in plan.units)
     place_units(model, units, is_source=world.rank == 0)
+    reduce_groups = reduce_groups_of(model)
     for name, buffer in model.named_buffers():
         if plan.model_dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.to(plan.model_dtype)
-        wires[DENSE].broadcast(buffer, name)
+        wires[reduce_groups.get(id(buffer), DENSE)].broadcast(buffer, name)
     if world.rank == 0:
         _announce(prepared)
     parts = Parts(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.config import Config
-from onefold.experts import expert_parallel_modules
+from onefold.experts import reduce_groups_of
 from onefold.unit import Slot, UnitSpec
 from onefold.wire.grid import DENSE, Grid, ReduceGroup
 from onefold.wire.layout import FlatLayout
@@ -140,12 +140,7 @@ def build_plan(module: nn.Module, config: Config, trainable: Iterable[Tensor], g
 
 
 def _members(module: nn.Module, config: Config, in_groups: set[int]) -> dict[int, _Member]:
-    reduce_groups = {
-        id(param): ReduceGroup(experts.axis, experts.size)
-        for _, experts in expert_parallel_modules(module)
-        for param in experts.parameters()
-        if experts.size > 1
-    }
+    reduce_groups = reduce_groups_of(module)
     cast = _DTYPES.get(config.precision or "")
     return {
         id(param): _Member(

@@ -72,11 +72,7 @@ def exchange(
     largest = control.largest([*head, *pending, *drops, *touched, *voids])
     last, first, more, fewer, failed, *flags = largest
     if last != -first:
-        places = {rank: Place(at).call for rank, at in enumerate(control.gather(int(place)))}
-        raise RankMismatchError(
-            f"ranks came to an exchange at different places: {places}. Every rank must open and "
-            "close the same windows and call step() equally often."
-        )
+        raise _different_places(control, place)
     is_pending, flags = flags[: len(units)], flags[len(units) :]
     all_drops, per_slot = flags[: len(drops)], flags[len(drops) :]
     any_touched, all_voids = per_slot[: len(touched)], per_slot[len(touched) :]
@@ -107,6 +103,14 @@ def exchange(
         failures,
         [unit for unit, flag in zip(units, is_pending, strict=True) if flag],
         any(any_touched),
+    )
+
+
+def _different_places(control: Control, place: Place) -> RankMismatchError:
+    places = {rank: Place(at).call for rank, at in enumerate(control.gather(int(place)))}
+    return RankMismatchError(
+        f"ranks came to an exchange at different places: {places}. Every rank must open and close "
+        "the same windows and call step() equally often."
     )
 
 

@@ -134,11 +134,13 @@ class LossScaler:
                 f"LossScaler.load_state_dict(): expected what state_dict() returns, got a state in "
                 f"which {', '.join(wrong)}. Load the checkpoint's own state of the scaler."
             )
-        if not (self.is_dynamic and state["is_dynamic"]):
+        is_alike = state["is_dynamic"] if self.is_dynamic else state["scale"] == self.scale
+        if not (self.is_active and is_alike):
             return
-        lowest = self._settings.min_loss_scale
-        self.scale = min(max(float(state["scale"]), lowest), MAX_LOSS_SCALE)
-        self._hysteresis = min(int(state["hysteresis"]), self._settings.hysteresis)
+        if self.is_dynamic:
+            lowest = self._settings.min_loss_scale
+            self.scale = min(max(float(state["scale"]), lowest), MAX_LOSS_SCALE)
+            self._hysteresis = min(int(state["hysteresis"]), self._settings.hysteresis)
         self._clean_steps = int(state["clean_steps"])
         self._floor_skips = int(state["floor_skips"])
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import RankMismatchError
+from onefold.experts import reduce_groups_of
 from onefold.unit import Unit
 from onefold.wire.collectives import Collectives
 from onefold.wire.control import Control
@@ -87,7 +88,7 @@ def full_state_dict(
         unit.release()
     state: dict[str, Tensor] = {}
     local: dict[str, Tensor] = {}
-    experts = {id(p) for u in units if len(u.wire.mesh.expert.members) > 1 for p in u.params}
+    experts = reduce_groups_of(module)
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, param in child._parameters.items():
@@ -95,7 +96,11 @@ def full_state_dict(
                 target = local if id(param) in experts else state
                 target[dot + name] = copies[id(param)]
         for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
+            if buffer is None or name in child._non_persistent_buffers_set:
+                continue
+            if id(buffer) in experts:
+                local[dot + name] = buffer.detach().to("cpu", copy=True)
+            else:
                 theirs = buffer.detach().clone()
                 dense.broadcast(theirs, dot + name)
                 state[dot + name] = theirs.cpu()

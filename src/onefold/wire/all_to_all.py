@@ -127,21 +127,23 @@ def connect(ranks: tuple[int, ...], timeout_s: float, ledger: Ledger | None = No
     """Make the group of one axis.
 
     Args:
-        ranks: the axis this rank is on, as global ranks in the order of the axis.
+        ranks: the axis this rank is on, as global ranks in ascending order; the place of a rank
+            on the axis is its place here.
         timeout_s: seconds an exchange may take.
         ledger: enters the exchanges, if given.
 
     Raises:
-        ValueError: this rank is not one of ``ranks``.
+        ValueError: ``ranks`` do not ascend (torch orders a group by global rank), or this rank is
+            not one of them.
     Communication: group creation only, among ``ranks``.
     """
     if len(ranks) == 1:
         return AllToAll(0, 1, ledger=ledger)
     here = dist.get_rank()
-    if here not in ranks:
+    if here not in ranks or list(ranks) != sorted(set(ranks)):
         raise ValueError(
-            f"connect(ranks={ranks}): rank {here} is not one of them. Pass the ranks of the axis "
-            "that this rank is on."
+            f"connect(ranks={ranks}): expected ascending ranks, among them this one, {here}. Pass "
+            "the axis that this rank is on."
         )
 
     def reconnect() -> dist.ProcessGroup | None:
@@ -159,7 +161,7 @@ class _Exchange(torch.autograd.Function):
         return all_to_all._move(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         exchanged: Tensor = _Exchange.apply(gradient, ctx.all_to_all)  # type: ignore[no-untyped-call]
         return exchanged, None
 

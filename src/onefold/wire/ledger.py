@@ -17,7 +17,7 @@ class Entry:
     """One collective as this rank saw it; times are ``time.perf_counter`` seconds."""
 
     kind: str
-    """``reduce_scatter``, ``all_gather``, ``all_reduce`` or ``broadcast``."""
+    """``reduce_scatter``, ``all_gather``, ``all_reduce``, ``all_to_all`` or ``broadcast``."""
     unit: str
     bytes_out: int
     bytes_in: int
