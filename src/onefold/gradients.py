@@ -69,7 +69,7 @@ class Gradients:
         self._shard_rank = shard_rank
         self.dtype = spec.accumulation_dtype
         self.shard_dtype = spec.master_dtype
-        nan = torch.full((1,), float("nan"), dtype=self.dtype, device=arena.device)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=arena.device)
         self._placeholders = [nan.clone().expand(slot.size) for slot in slots]
         self._has_placeholder = [False] * len(slots)
         self._bound: list[Tensor] = []
@@ -130,8 +130,15 @@ class Gradients:
         placeholder = self._placeholders[index]
         if found is placeholder and placeholder._version == 0:
             return None
+        is_own = found is placeholder  # one element, so torch let somebody write to it
+        if is_own and bool(placeholder.isnan().any()):
+            raise StateError(
+                f"the gradient of parameter {self._slots[index].name} was scaled in place after it "
+                "had been reduced, so the scaling is lost. Scale the loss, or scale inside "
+                "coalesce_grad_reduction() before anything has left."
+            )
         self._clear(index)
-        if found is placeholder:  # zeroed in place
+        if is_own and not bool(placeholder.any()):  # zeroed in place
             self._slots[index].param.grad = None
             return None
         return found
@@ -296,7 +303,7 @@ class Gradients:
     def _reset_placeholder(self, index: int) -> None:
         self._has_placeholder[index] = False
         if self._placeholders[index]._version:  # somebody zeroed it in place
-            fresh = torch.full((1,), float("nan"), dtype=self.dtype, device=self._arena.device)
+            fresh = torch.full((), float("nan"), dtype=self.dtype, device=self._arena.device)
             self._placeholders[index] = fresh.expand(self._slots[index].size)
 
     # -- everything -> empty ------------------------------------------------------------------

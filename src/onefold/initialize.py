@@ -112,8 +112,15 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     Source: the signature is that of DeepSpeed's ``initialize``.
     """
     request = _Request(model, optimizer, model_parameters, lr_scheduler, training_data, elementwise)
-    device = _device_of(model)
     loaded, error = _load(config)
+    device = torch.device("cpu")
+    if isinstance(model, nn.Module):
+        device = _device_of(model)
+    else:  # exchanged like any other error, so that no rank waits for this one
+        error = error or ValueError(
+            f"initialize(model=): expected a torch.nn.Module, got {type(model).__name__}. Give "
+            "every model an engine of its own, and an engine's model as engine.module."
+        )
     world = join_world(mesh, device, loaded.timeout_s)
     try:
         prepared = _prepare_together(request, loaded, error, world)

@@ -112,7 +112,7 @@ class Unit:
         self._gather: Handle | None = None
         self._left_versions: list[int] = []
         self._nothing = float("nan") if spec.dtype.is_floating_point else 0
-        self._freed = torch.full((1,), self._nothing, dtype=spec.dtype, device=spec.device)
+        self._freed = torch.full((), self._nothing, dtype=spec.dtype, device=spec.device)
         self.param_full = torch.empty(self.layout.numel, dtype=spec.dtype, device=spec.device)
         self.views = self.views_of(self.param_full)
         self.param_shard = self.param_full[self._own_slice]

@@ -4,7 +4,6 @@ Every rank has its own tokens, and capacity is counted per rank, so the referenc
 batch through a whole model of its own forward, and adds.
 """
 
-import copy
 from typing import Any
 
 import pytest
@@ -58,6 +57,7 @@ class Model(nn.Module):
         """A loss, with a part of each layer's load-balancing loss."""
         total = torch.zeros((), dtype=hidden.dtype)
         for layer in self.layers:
+            assert isinstance(layer, Block)
             if self._recompute:
                 hidden = checkpoint(layer, hidden, use_reentrant=False)
             else:
@@ -121,7 +121,7 @@ def check(ctx: RankContext, stage: int, mode: str, recompute: bool, ep_size: int
     assert_gradients(engine, wanted)
     squares = [param.grad.square().sum() for param in wanted.parameters() if param.grad is not None]
     norm = torch.stack(squares).sum().sqrt()
-    assert abs(engine.get_global_grad_norm() - float(norm)) < 1e-6 * float(norm)
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-6)
     engine.step()
     assert engine.clip_factor == pytest.approx(0.05 / float(norm), rel=1e-4)
     state = engine.full_state_dict()
@@ -132,3 +132,107 @@ def check(ctx: RankContext, stage: int, mode: str, recompute: bool, ep_size: int
         torch.testing.assert_close(state[name], after, rtol=1e-10, atol=1e-12, msg=name)
     with engine.full_parameters():
         pass  # raises if replicas differ
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("names", [("replicate", "shard"), ("shard", "expert")], ids="+".join)
+@pytest.mark.parametrize("mode", ["bare", "window", "across"])
+def test_on_meshes_of_two_axes(
+    ctx: RankContext, stage: int, names: tuple[str, str], mode: str
+) -> None:
+    """Experts along neighbours of the shard axis, or on an axis of their own."""
+    mesh = ctx.device_mesh(2, 2, names=names)
+    engine = start(ctx, make(2), stage, mesh=mesh)
+    wanted = reference(4, 3)
+    opened: Any = scope(engine, mode, 3)
+    if mode == "across":
+        opened = engine.coalesce_grad_reduction(across="replicate")
+    with opened:
+        for k in range(3):
+            engine.backward(engine(tokens(ctx.rank, k)))
+    engine.reduce_gradients()
+    assert_gradients(engine, wanted)
+    group = next(group for group in engine.plan.groups if group.expert_axis)
+    cut = engine._world.grid.cut(group, ctx.rank, shards=stage > 0)
+    assert len(cut.expert.members) == 2
+    assert cut.expert.members == ((0, 1) if ctx.rank < 2 else (2, 3))
+
+
+class Scales(nn.Module):
+    """A user's own layer: rank p of the axis multiplies by its own vector; 2 vectors in all."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.full((1, 5), value))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * self.own
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, size: int, value: float) -> None:
+        super().__init__()
+        self.scales = ExpertParallel(Scales(value), size=size, axis="vectors")
+        self.bias = nn.Parameter(torch.zeros(5))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """``[2, 5]``: row p goes to rank p, is scaled there, and comes back."""
+        exchange = self.scales.all_to_all
+        return (exchange.exchange(self.scales(exchange.exchange(rows))) + self.bias).sum()
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_of_the_user_s_own(ctx: RankContext, stage: int, mode: str) -> None:
+    """Row p of rank r, backward k is 10 r + k + p + 1: the gradient of vector p is their mean."""
+    engine = start(ctx, OwnLayer(2, value=1.0 + ctx.rank % 2), stage)
+    layer = engine.module
+    assert isinstance(layer, OwnLayer)
+    with scope(engine, mode, 3):
+        for k in range(3):
+            rows = torch.stack([torch.full((5,), 10.0 * ctx.rank + k + p + 1) for p in range(2)])
+            engine.backward(engine(rows))
+    engine.step()
+    own = ctx.rank % 2
+    gradients = [
+        sum(10.0 * r + k + p + 1 for r in range(ctx.world_size) for k in range(3)) / ctx.world_size
+        for p in range(2)
+    ]
+    state = engine.full_state_dict()
+    wanted = torch.stack([torch.full((5,), 1.0 + p - gradients[p]) for p in range(2)])
+    assert torch.equal(state["scales.experts.own"], wanted), "joined along dim 0, in axis order"
+    assert torch.equal(state["bias"], torch.full((5,), -6.0))
+    with engine.full_parameters():
+        [held] = layer.scales.parameters()
+        assert torch.equal(held, wanted[own : own + 1])
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_experts_that_do_not_fit_are_refused_on_every_rank(ctx: RankContext, stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(MoE(WIDTH, Expert, 6, ep_size=3))
+    with pytest.raises(ValueError, match=r"experts over 3 ranks .ep_size. do not divide"):
+        start(ctx, model, stage)
+    mesh = ctx.device_mesh(2, ctx.world_size // 2, names=("shard", "expert"))
+    if ctx.world_size == 2:
+        with pytest.raises(ValueError, match="has 1 ranks, but the model has experts over 2"):
+            start(ctx, make(2), stage, mesh=mesh)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_expert_that_nobody_touched_keeps_its_moments(ctx: RankContext, stage: int) -> None:
+    """Rank 0 holds expert 0, which is used; rank 1 holds expert 1, which is not: None, not zero."""
+    model = nn.Sequential(ExpertParallel(Scales(1.0), size=2))
+    engine = start(
+        ctx, model, stage, optimizer=lambda params: torch.optim.AdamW(params, weight_decay=0.1)
+    )
+    for _ in range(3):
+        if ctx.rank == 0:
+            engine.backward(model(torch.ones(1, 5)).sum())
+        engine.step()
+    own = rig.weights(engine)["0.experts.own"][ctx.rank]
+    assert torch.equal(own, torch.ones(5)) == (ctx.rank == 1)

@@ -38,7 +38,8 @@ def new_group(
         assert isinstance(group, dist.ProcessGroup)
         return group
     _made[tuple(ordered)] += 1
-    default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    default = c10d._get_default_group()
+    default_backend, store = c10d._world.pg_map[default]
     name = f"onefold_{'_'.join(map(str, ordered))}_{_made[tuple(ordered)]}"
     made, _ = c10d._new_process_group_helper(
         len(ordered),
@@ -48,6 +49,7 @@ def new_group(
         store,
         c10d.GroupName(name),
         timeout=timeout,
+        device_id=default.bound_device_id,
     )
     assert isinstance(made, dist.ProcessGroup)
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ordered)}
