@@ -41,11 +41,25 @@ class Cover:
 
     A test with several parameters runs every other field of its grid (every third of a large one),
     so that each value of each parameter meets a part of the values of every other; which part
-    differs from test to test. Tests with one parameter, and those outside of ``contract`` and
-    ``cases``, run whole.
+    differs from test to test. Tests with one parameter, and those outside of ``SAMPLED``, run
+    whole.
     """
 
     LARGE = 16
+    SAMPLED = tuple(
+        f"tests/{folder}/"
+        for folder in (
+            "autograd",
+            "cases",
+            "contract",
+            "integration",
+            "mesh",
+            "moe",
+            "offload",
+            "optim",
+            "precision",
+        )
+    )
 
     def __init__(self, items: list[pytest.Item]) -> None:
         self._positions: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
@@ -60,7 +74,7 @@ class Cover:
             seen = self._positions[name, param]
             field += seen.setdefault(repr(value), len(seen))
             num_axes += len(seen) > 1 or param != "world_size"
-        is_sampled = name.startswith(("tests/contract", "tests/cases")) and num_axes > 1
+        is_sampled = name.startswith(self.SAMPLED) and num_axes > 1
         return not is_sampled or field % (3 if self._sizes[name] >= self.LARGE else 2) == 0
 
 

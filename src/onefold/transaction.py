@@ -280,6 +280,7 @@ class Transaction:
         """The step has consumed the gradients, or all ranks dropped them."""
         for unit in self._trainable:
             unit.gradients.end_step()
+        self._unsharder.end_step()
         self._drop_untrained()
         self._accumulation.restart()
         self._arming.reset()

@@ -39,6 +39,8 @@ class ModuleHooks:
         self._backwards = backwards
         self._units = units
         self._depth: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
+        # Numbers the outermost forwards of each block: one's input may be the other's output.
+        self._uses: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         self._handles: list[RemovableHandle] = []
         self._blocks_of: dict[nn.Module, list[int]] = {}
         self._freed: dict[nn.Module, list[Unit]] = {}
@@ -47,8 +49,14 @@ class ModuleHooks:
                 self._blocks_of.setdefault(module, []).append(index)
                 freed = [units[i] for i in block.units if units[i].frees_parameters]
                 self._freed.setdefault(module, []).extend(freed)
+        # Dynamo must run these hooks and not trace them: they send, wait, and move storages.
+        self._before: Any = torch.compiler.disable(self._before_forward)
+        self._after: Any = torch.compiler.disable(self._after_forward)
         for module in self._blocks_of:
             self._attach(module)
+        if any(unit.frees_parameters for unit in units):
+            # Dynamo does not guard on hooks: what it compiled before would run without these.
+            torch.compiler.reset()
         backwards.on_end.append(unsharder.end_backward)
 
     def detach(self) -> None:
@@ -59,8 +67,8 @@ class ModuleHooks:
 
     def _attach(self, module: nn.Module) -> None:
         self._handles += [
-            module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+            module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             module.register_state_dict_pre_hook(self._before_state_dict),
             module.register_load_state_dict_pre_hook(self._before_load),
         ]
@@ -72,9 +80,11 @@ class ModuleHooks:
                 self._unsharder.start_pass()
         watches = torch.is_grad_enabled() and not self._unsharder.is_resident
         for block in self._blocks_of[module]:
-            if watches and not self._depth[block]:
-                # Now, not after: a forward may put its outputs into a dict that it was given.
-                self._watch_inputs(block, args, kwargs)
+            if not self._depth[block]:
+                self._uses[block] += 1
+                if watches:
+                    # Now, not after: a forward may put its outputs into a dict that it was given.
+                    self._watch_inputs(block, args, kwargs)
             self._depth[block] += 1
             self._unsharder.hold(block)
 
@@ -82,9 +92,10 @@ class ModuleHooks:
         blocks = self._blocks_of[module]
         watched = torch.is_grad_enabled() and output is not None
         if watched:
+            uses = [(block, self._uses[block]) for block in blocks]
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_BeforeBackward(self, blocks))
+                    tensor.register_hook(_BeforeBackward(self, uses))
         for block in blocks:
             self._depth[block] -= 1
             self._unsharder.release(block)
@@ -92,17 +103,20 @@ class ModuleHooks:
     def _watch_inputs(self, block: int, args: Any, kwargs: Any) -> None:
         seen = {id(t): t for t in _tensors((args, kwargs)) if t.requires_grad and not t.is_leaf}
         for tensor in seen.values():
-            tensor.register_hook(_AfterBackward(self, block))
+            tensor.register_hook(_AfterBackward(self, block, self._uses[block]))
 
-    def before_backward(self, blocks: Sequence[int]) -> None:
-        """The gradient of an output is known: the backward of ``blocks`` is next."""
+    def before_backward(self, uses: Sequence[tuple[int, int]]) -> None:
+        """The gradient of an output is known: the backward of these uses of blocks is next."""
         task = self._backwards.observe_gradient()
-        for block in blocks:
-            self._unsharder.hold_for_backward(block, task)
+        makes_graph = torch.is_grad_enabled()  # create_graph
+        for block, use in uses:
+            self._unsharder.hold_for_backward(block, use, task)
+            if makes_graph:
+                self._unsharder.keep(block)
 
-    def after_backward(self, block: int) -> None:
-        """The gradient of an input is known: the backward of ``block`` is over."""
-        self._unsharder.release_after_backward(block, self._backwards.observe())
+    def after_backward(self, block: int, use: int) -> None:
+        """The gradient of an input is known: the backward of this use of ``block`` is over."""
+        self._unsharder.release_after_backward(block, use, self._backwards.observe())
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._refuse_freed(module, "state_dict()", "engine.full_state_dict()")
@@ -124,27 +138,28 @@ class ModuleHooks:
 class _BeforeBackward:
     """Tensor hook on an output. A class, so that no frame of the forward is kept alive."""
 
-    __slots__ = ("_blocks", "_hooks")
+    __slots__ = ("_hooks", "_uses")
 
-    def __init__(self, hooks: ModuleHooks, blocks: Sequence[int]) -> None:
+    def __init__(self, hooks: ModuleHooks, uses: Sequence[tuple[int, int]]) -> None:
         self._hooks = hooks
-        self._blocks = blocks
+        self._uses = uses
 
     def __call__(self, _grad: Tensor) -> None:
-        self._hooks.before_backward(self._blocks)
+        self._hooks.before_backward(self._uses)
 
 
 class _AfterBackward:
     """Tensor hook on an input."""
 
-    __slots__ = ("_block", "_hooks")
+    __slots__ = ("_block", "_hooks", "_use")
 
-    def __init__(self, hooks: ModuleHooks, block: int) -> None:
+    def __init__(self, hooks: ModuleHooks, block: int, use: int) -> None:
         self._hooks = hooks
         self._block = block
+        self._use = use
 
     def __call__(self, _grad: Tensor) -> None:
-        self._hooks.after_backward(self._block)
+        self._hooks.after_backward(self._block, self._use)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

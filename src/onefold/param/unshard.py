@@ -26,7 +26,9 @@ class Unsharder:
         self._block_units = [[units[index] for index in block.units] for block in blocks]
         self._successor: dict[tuple[str, int], int] = {}
         self._last: dict[str, int] = {}
-        self._backward_holds: dict[int, set[int]] = {}
+        self._backward_holds: dict[int, dict[int, set[int]]] = {}  # task, block, uses
+        self._kept: set[int] = set()
+        self._regraphed: set[int] = set()
         self.is_resident = False
         # Registration order: what forward uses first comes first.
         self.gather_order = [unit for block in reversed(self._block_units) for unit in block]
@@ -59,8 +61,21 @@ class Unsharder:
                 unit.release()
             except RuntimeError as error:  # a gather that never arrived; the others go home too
                 failures.append(error)
+        self._forbid_graphs()
         if failures:
             raise failures[0]
+
+    def _forbid_graphs(self) -> None:
+        """Graphs that ``create_graph`` made in the scope end with it; torch refuses their use.
+
+        They are not kept, because inside scopes ranks may run different backwards, and then a
+        later gather would have no partner.
+        """
+        graphs, self._regraphed = self._regraphed - self._kept, set()
+        for block in graphs:
+            for unit in self._block_units[block]:
+                if unit.frees_parameters:
+                    unit.publish_version()
 
     # -- forwards ---------------------------------------------------------------------------
 
@@ -85,32 +100,55 @@ class Unsharder:
 
     # -- backwards --------------------------------------------------------------------------
 
-    def hold_for_backward(self, block: int, task: int) -> None:
-        """Backward ``task`` reaches ``block``."""
-        held = self._backward_holds.setdefault(task, set())
+    def hold_for_backward(self, block: int, use: int, task: int) -> None:
+        """Backward ``task`` reaches a use of ``block``; the last use to be left releases it."""
+        held = self._backward_holds.setdefault(task, {})
         if block in held:
+            held[block].add(use)
             return
         if not held:
             self._last.pop("backward", None)
-        held.add(block)
+        held[block] = {use}
         for unit in self._block_units[block]:
             unit.hold()
         if not self.is_resident:
             self._gather_ahead("backward", block)
 
-    def release_after_backward(self, block: int, task: int) -> None:
-        """Backward ``task`` has left ``block``."""
-        held = self._backward_holds.get(task, set())
-        if block in held:
-            held.remove(block)
+    def release_after_backward(self, block: int, use: int, task: int) -> None:
+        """Backward ``task`` has left a use of ``block``."""
+        held = self._backward_holds.get(task, {})
+        uses = held.get(block, set())
+        uses.discard(use)
+        if block in held and not uses:
+            del held[block]
             self.release(block)
 
     def end_backward(self, task: int) -> None:
         """Backward ``task`` has ended, well or not."""
-        for block in self._backward_holds.pop(task, set()):
+        for block in self._backward_holds.pop(task, {}):
             self.release(block)
         if not self._backward_holds:
             self._free_unused()
+
+    def keep(self, block: int) -> None:
+        """A backward under ``create_graph`` reaches ``block``: its own graph reads the parameters.
+
+        Nothing of the engine runs before the first node of a backward through that graph, so they
+        stay unsharded: inside a scope as long as it is open, outside until the step, which ends
+        every graph.
+        """
+        if self.is_resident:
+            self._regraphed.add(block)
+        elif block not in self._kept:
+            self._kept.add(block)
+            for unit in self._block_units[block]:
+                unit.hold()
+
+    def end_step(self) -> None:
+        """Graphs made before are over; what ``keep`` kept goes home."""
+        kept, self._kept = self._kept, set()
+        for block in kept:
+            self.release(block)
 
     # -- prefetch ---------------------------------------------------------------------------
 
