@@ -290,6 +290,7 @@ class Gradients:
         self.touched[index] = False
         if self._has_placeholder[index]:
             self._count_drop(index)
+            self._arena.settle()  # a copy that is still under way would land on the zeros
             for reduced in (self.grad_shard, self.grad_part):
                 if reduced is not None:
                     self._piece_of(reduced, index).zero_()
