@@ -200,13 +200,22 @@ class Engine:
             A context manager that yields itself, a ``GradWindow``, as report.
 
         Raises:
-            ValueError: ``backwards`` is below 1, or given with ``across``.
+            ValueError: ``backwards`` is below 1, or given with ``across``; or ``across`` on a mesh
+                without a replicate axis, where gradients are Shard.
             WindowAborted: at the end, on every rank but those whose own error propagates.
             RankMismatchError: at the end, if ranks stand at different places.
         Communication: entry: one all-gather per sharded unit. End: one exchange, and one reduction
             per pending unit where gradients are Shard.
         Memory: all gradients in the accumulation dtype, and all parameters.
         """
+        defers_nothing = self.plan.home.shards_gradients and self.plan.num_replicas == 1
+        if across is not None and defers_nothing and self._world.size > 1:
+            raise ValueError(
+                "coalesce_grad_reduction(across='replicate'): expected a mesh with a 'replicate' "
+                f"axis, got all {self._world.size} ranks on the shard axis, where this would defer "
+                "nothing. Pass initialize(mesh=) with the axes 'replicate' and 'shard', or leave "
+                "across out."
+            )
         return GradWindow(self._transaction.open, self._transaction.close, backwards, across)
 
     def no_sync(self) -> NoSync:

@@ -186,7 +186,9 @@ def test_axes_that_mean_nothing_are_refused(ctx: RankContext) -> None:
     with pytest.raises(ValueError, match="expected axes named 'replicate', 'shard'"):
         start(ctx, House(), 2, mesh=mesh)
     with pytest.raises(ValueError, match="nothing to arm"):
-        start(ctx, House(), 2).coalesce_grad_reduction(across="replicate", backwards=2)
+        start(ctx, House(), 0).coalesce_grad_reduction(across="replicate", backwards=2)
+    with pytest.raises(ValueError, match="would defer nothing"):
+        start(ctx, House(), 2).coalesce_grad_reduction(across="replicate")
     engine = start(ctx, House(), 2, mesh=mesh["data"])
     play(ctx, engine, "window", 3)
     engine.step()

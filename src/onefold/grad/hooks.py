@@ -11,6 +11,7 @@ parameters that require gradients is ready in this backward.
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +41,7 @@ class ReadyHooks:
         self._arming = arming
         self._ready: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._awaited: dict[int, int] = {}
+        self._streams = _Streams(units[0].spec.device if units else torch.device("cpu"))
         self._handles: list[RemovableHandle] = []
         backwards.on_begin.append(self._begin)
 
@@ -70,6 +72,7 @@ class ReadyHooks:
     def _begin(self, task: int) -> None:
         for ready in self._ready.values():
             ready.clear()
+        self._streams.clear()
         self._arming.begin(task)
 
     def _before(self, unit: Unit, index: int, _grad: Tensor) -> None:
@@ -89,11 +92,14 @@ class ReadyHooks:
     def _after(self, unit: Unit, index: int, _param: nn.Parameter) -> None:
         task = self._backwards.observe()
         unit.gradients.absorb(index)
+        self._streams.note()
         if self._keeper.keeps() or not unit.spec.home.shards_gradients:
             if self._arming.watches(task) and self._completes(unit, index):
+                self._streams.join()
                 self._arming.ready(unit)
         elif self._completes(unit, index):
             self._ready[unit.index].clear()
+            self._streams.join()
             unit.gradients.collect()
             self._reducer.make_room()
             self._reducer.launch(unit, crosses=self._keeper.crosses())
@@ -104,6 +110,32 @@ class ReadyHooks:
             self._awaited[unit.index] = sum(param.requires_grad for param in unit.params)
         ready.add(index)
         return len(ready) >= self._awaited[unit.index]
+
+
+class _Streams:
+    """The streams on which a backward accumulates gradients.
+
+    Autograd joins them with the caller's when the backward ends. What reads a unit earlier, on the
+    stream of whichever parameter came last, has to wait for the others by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """A gradient was accumulated on the current stream."""
+        if self._device.type == "cuda":
+            self._seen.add(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Let the current stream wait for all of them."""
+        for stream in self._seen:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    def clear(self) -> None:
+        """Another backward begins."""
+        self._seen.clear()
 
 
 def _hooks(
