@@ -118,10 +118,14 @@ class Reducer:
             self._finish_oldest()
 
     def reduce(self, units: Iterable[Unit]) -> None:
-        """Launch and finish ``units``, in their order, a few at a time; then what was deferred."""
+        """Launch and finish ``units``, in their order, a few at a time; then what was deferred.
+
+        Everything that was launched before has arrived.
+        """
         for unit in units:
             self.make_room()
-            self.launch(unit)
+            # Where something waits to cross already, this goes along with it.
+            self.launch(unit, crosses=unit.gradients.grad_part is None)
         self.finish_all()
         for unit in self._units:
             part = unit.gradients.take_part()
