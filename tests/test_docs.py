@@ -71,7 +71,7 @@ def run_recipe(ctx: RankContext, code: str) -> str:
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "recipe.py", "exec"), namespace)
     namespace["engine"].destroy()
-    mesh = namespace.get("mesh")
+    mesh: Any = namespace.get("mesh")
     for axis in range(0 if mesh is None else mesh.ndim):
         dist.destroy_process_group(mesh.get_group(axis))
     return printed.getvalue()

@@ -193,8 +193,8 @@ class Engine:
                 of one step share one reduction, say it in the last window only.
             across: "replicate" defers the sum over the replicate axis of a two-axis mesh alone:
                 where gradients are Shard every backward still reduces over the shard axis as it
-                goes, on the same units on all of its ranks, and parameters are not resident; so
-                the window holds 1/W of the gradients.
+                goes, so all ranks run the same backwards through the same units, and parameters
+                are not resident. The window holds 1/W of the gradients.
 
         Returns:
             A context manager that yields itself, a ``GradWindow``, as report.

@@ -208,6 +208,10 @@ class Gradients:
         self._unbind()
         return buffer
 
+    def nothing(self) -> Tensor:
+        """A zeroed lease to take part in a reduction with; what is pending stays pending."""
+        return self._arena.lease(self._layout.numel, self.dtype, zeroed=True)
+
     def release(self) -> None:
         """Nothing is pending: give ``grad_full`` back."""
         if self.grad_full is not None:

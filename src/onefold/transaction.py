@@ -63,6 +63,7 @@ class Transaction:
         self._arena = parts.arena
         self._mark: dict[str, Total] = {}
         self._is_aborted = False
+        self._num_exchanged = 0  # outermost backwards before the last exchange
         self.reducer = Reducer(parts.units, parts.arena)
         self._arming = Arming(self._trainable, self.reducer, self._next_is_last)
         self._hooks = ReadyHooks(
@@ -217,6 +218,7 @@ class Transaction:
                         unit.keep_writes()
         except StateError as error:
             failure = failure or str(error)
+        self._num_exchanged = self._backwards.num_ended
         agreement = exchange(self._trainable, self.reducer, self._control, place, failure)
         reduces = place is not Place.WINDOW_EXIT or self._home.shards_gradients
         if reduces and not agreement.failures:
@@ -253,6 +255,9 @@ class Transaction:
     def drop(self) -> None:
         """Forget everything since the last step on this rank; an open window stays doomed."""
         self._backwards.settle()
+        # Ranks may have launched different reductions since they last exchanged.
+        has_run = self._backwards.num_ended > self._num_exchanged or self._backwards.failure
+        in_step = bool(self.keeper.outermost is not None or has_run)
         window = self.keeper.window
         if window is not None:  # a doomed window stays doomed
             window.failure = window.failure or self._backwards.failure
@@ -260,7 +265,10 @@ class Transaction:
         for unit in self._trainable:
             unit.gradients.drop()
         self._accumulation.drop()
-        self._arming.reset()
+        if in_step:
+            self._arming.drop()
+        else:
+            self._arming.reset()
         self._drop_untrained()
         if self.keeper.keeps():
             self._bind_all()

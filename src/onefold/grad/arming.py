@@ -67,6 +67,16 @@ class Arming:
         """The outermost backward has ended."""
         self._task = None
 
+    def drop(self) -> None:
+        """The gradients of a running step were dropped on this rank.
+
+        Nothing leaves before the ranks have exchanged: a launch after the drop must not meet
+        another rank's from before it.
+        """
+        self._task = None
+        self._is_spent = True
+        self._ready.clear()
+
     def reset(self) -> None:
         """The gradients were flushed or dropped: another backward may be armed."""
         self._task = None

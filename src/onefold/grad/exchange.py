@@ -78,7 +78,8 @@ def exchange(
     any_touched, all_voids = per_slot[: len(touched)], per_slot[len(touched) :]
     if more != -fewer:
         try:
-            reducer.catch_up(control.gather(reducer.log))
+            by_unit = dict(zip((u.index for u in units), _of_holder(units, all_voids), strict=True))
+            reducer.catch_up(control.gather(reducer.log), by_unit)
         except RuntimeError as error:
             if not failed:
                 raise

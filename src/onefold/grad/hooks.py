@@ -73,6 +73,12 @@ class ReadyHooks:
         for ready in self._ready.values():
             ready.clear()
         self._streams.clear()
+        if self._handles:
+            # What the user did to `.grad` since the last backward; later it could not be told from
+            # what autograd does in this one.
+            for unit in self._units:
+                if unit.gradients.grad_full is not None:
+                    unit.gradients.collect(keeps_graph=self._backwards.keeps_graph)
         self._arming.begin(task)
 
     def _before(self, unit: Unit, index: int, _grad: Tensor) -> None:

@@ -12,7 +12,7 @@ that every started collective has all its partners and nothing hangs.
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -77,7 +77,12 @@ class Reducer:
         self.log: list[Launch] = []
 
     def launch(
-        self, unit: Unit, *, crosses: bool = True, voids: Sequence[int] | None = None
+        self,
+        unit: Unit,
+        *,
+        crosses: bool = True,
+        voids: Sequence[int] | None = None,
+        is_empty: bool = False,
     ) -> None:
         """Start reducing what ``unit`` has accumulated; zeros where this rank has nothing.
 
@@ -85,6 +90,7 @@ class Reducer:
             unit: its gradients are collected.
             crosses: sum over the replicate axis now, too; else when ``reduce`` is called.
             voids: what another rank noted at the launch that this one follows.
+            is_empty: send zeros, and keep what is pending.
         Communication: over ``shard`` one reduce-scatter of N elements, over ``replicate`` one
             all-reduce of S elements; only over axes of more than one rank.
         Memory: N + S elements until ``finish`` (and the transport's receive buffers).
@@ -92,7 +98,7 @@ class Reducer:
             two axes after FSDP (arXiv:2304.11277) sec. 3.2.2.
         """
         spec, gradients = unit.spec, unit.gradients
-        grad_full = gradients.take()
+        grad_full = gradients.nothing() if is_empty else gradients.take()
         voids = tuple(gradients.voids if voids is None else voids)
         self.log.append(Launch(unit.index, crosses, voids))
         if unit.layout.num_shards == 1 and grad_full.dtype == gradients.shard_dtype:
@@ -152,11 +158,14 @@ class Reducer:
                 log.warning("an abandoned reduction never arrived: %s", error)
         self.start_afresh()
 
-    def catch_up(self, logs: Sequence[Sequence[Launch]]) -> None:
+    def catch_up(
+        self, logs: Sequence[Sequence[Launch]], all_voids: Mapping[int, Sequence[int]]
+    ) -> None:
         """Launch what other ranks launched and this one did not.
 
         Args:
             logs: every rank's log since the last exchange.
+            all_voids: what the ranks agreed on about drops, by unit.
 
         Raises:
             RankMismatchError: the logs are not beginnings of one another.
@@ -173,7 +182,10 @@ class Reducer:
                     "that differ between ranks inside coalesce_grad_reduction()."
                 )
         for unit_index, crosses, voids in longest[len(self.log) :]:
-            self.launch(self._units[unit_index], crosses=crosses, voids=voids)
+            unit = self._units[unit_index]
+            # Somebody has dropped what it launched: what is pending here came after the drop.
+            is_void = tuple(all_voids[unit_index]) != tuple(voids)
+            self.launch(unit, crosses=crosses, voids=voids, is_empty=is_void)
 
     def start_afresh(self) -> None:
         """The ranks have exchanged and agree: begin a new log."""
