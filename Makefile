@@ -7,13 +7,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 .DEFAULT_GOAL := test
-.PHONY: test demo check clean
+.PHONY: test demo matrix check clean
 
 test: $(STAMP)  ## run the tests; ARGS="-k window" narrows them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
 demo: $(STAMP)  ## run the demo; ARGS are its options
 	@$(BIN)/onefold demo $(ARGS)
+
+matrix: $(STAMP)  ## run every feature with every other; writes docs/compatibility.md
+	@PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 check: $(STAMP)  ## format, lint, types, spelling
 	@$(BIN)/ruff format --check .

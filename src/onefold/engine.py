@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -170,7 +171,7 @@ class Engine:
     def _scaled(self, loss: Tensor) -> Tensor:
         if not self.loss_scaler.is_active:
             return loss
-        return loss.float() * self.loss_scaler.scale
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scaler.scale
 
     def _divisor(self) -> float:
         """What the sum of all gradients is divided by, once."""

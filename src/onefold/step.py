@@ -102,6 +102,7 @@ class Stepper:
         self._transaction.refuse_inside("step()")
         self._is_stepping = self._accumulation.is_boundary
         self.micro_steps += 1
+        self.was_applied = False
         if not self._is_stepping:
             self._accumulation.count()
             self._masters.hide()

@@ -177,9 +177,7 @@ class Writer:
         if kind == "backward":
             return self._backward(is_even)
         if kind == "scope":
-            return self._scope(
-                self._pick(self._scopes), depth, is_even
-            )
+            return self._scope(self._pick(self._scopes), depth, is_even)
         if kind == "zero":
             return ("zero", self._pick(["engine", "optimizer", "module"]))
         if kind == "forget":

@@ -35,30 +35,39 @@ def global_norm(units: Sequence[Unit], control: Control, order: float = 2.0) -> 
     """
     meshes = [unit.wire.mesh for unit in units]
     differs = any(mesh.shard.size > 1 or len(mesh.expert.members) > 1 for mesh in meshes)
-    powers = [
-        _power(shard, order)
+    norms = [
+        _norm(shard, order)
         for unit, mesh in zip(units, meshes, strict=True)
         if (shard := unit.gradients.grad_shard) is not None
         if mesh.replicate.rank == 0 or not differs
     ]
-    total = _joined(powers, order)
+    total = _joined(norms, order)
     if differs:
         total = _joined([row[0] for row in control.gather_floats([total])], order)
-    if math.isfinite(order) and math.isfinite(total):
-        total = total ** (1.0 / order)
-    return float(torch.tensor(total, dtype=torch.float32))
+    rounded = float(torch.tensor(total, dtype=torch.float32))
+    return total if math.isinf(rounded) else rounded  # finite beyond fp32 is still finite
 
 
-def _power(shard: Tensor, order: float) -> float:
+def _norm(shard: Tensor, order: float) -> float:
     norm = float(torch.linalg.vector_norm(shard, order, dtype=torch.float64))
-    return norm**order if math.isfinite(order) and math.isfinite(norm) else norm
+    if math.isinf(order) or (math.isfinite(norm) and norm > 0):
+        return norm
+    # Powers of a high order leave fp64: once more, relative to the largest element.
+    largest = float(shard.abs().max()) if shard.numel() else 0.0
+    if not math.isfinite(largest) or largest == 0:
+        return largest
+    scaled = shard.to(torch.float64) / largest
+    return largest * float(torch.linalg.vector_norm(scaled, order))
 
 
-def _joined(powers: Sequence[float], order: float) -> float:
-    """The sum, or the largest; nan if one is nan, which ``max`` may miss."""
-    if math.isfinite(order) or any(math.isnan(power) for power in powers):
-        return sum(powers)
-    return max(powers, default=0.0)
+def _joined(norms: Sequence[float], order: float) -> float:
+    """The norm of norms; nan if one is nan, which ``max`` may miss."""
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan
+    largest = max(norms, default=0.0)
+    if math.isinf(order) or largest == 0 or math.isinf(largest):
+        return largest
+    return float(largest * sum((norm / largest) ** order for norm in norms) ** (1.0 / order))
 
 
 def clip(units: Sequence[Unit], norm: float, max_norm: float) -> float:
