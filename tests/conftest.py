@@ -32,20 +32,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["cover", "full"],
         default="cover",
-        help="cover: every second or third field of each test's grid; full: all",
+        help="cover: every second to seventh field of each test's grid; full: all",
     )
 
 
 class Cover:
     """A covering sample of what tests are parametrized over (stages, world sizes, modes ...).
 
-    A test with several parameters runs every other field of its grid (every third of a large one),
-    so that each value of each parameter meets a part of the values of every other; which part
+    A test with several parameters runs every other field of its grid, or every seventh of a large
+    one, so that each value of each parameter meets a part of the values of every other; which part
     differs from test to test. Tests with one parameter, and those outside of ``SAMPLED``, run
     whole.
     """
 
-    LARGE = 16
+    FIELDS = 4
+    LARGEST_STEP = 7
     SAMPLED = tuple(
         f"tests/{folder}/"
         for folder in (
@@ -75,7 +76,8 @@ class Cover:
             field += seen.setdefault(repr(value), len(seen))
             num_axes += len(seen) > 1 or param != "world_size"
         is_sampled = name.startswith(self.SAMPLED) and num_axes > 1
-        return not is_sampled or field % (3 if self._sizes[name] >= self.LARGE else 2) == 0
+        step = min(self.LARGEST_STEP, max(2, self._sizes[name] // self.FIELDS))
+        return not is_sampled or field % step == 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

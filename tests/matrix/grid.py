@@ -135,7 +135,7 @@ def sample() -> list[tuple[Names, int, str]]:
     Every feature meets every stage and every mode that it can run in, and every pair that can be
     merged occurs: in a field that runs, if there is one.
     """
-    left = [set(names) for names in rows() if len(names) == 2]
+    left = [set(names) for names in rows() if len(names) == 2 and has_fields(names)]
     met = {name: set[tuple[int, str]]() for name in FEATURES}
     chosen: list[tuple[Names, int, str]] = [(("fp32",), 3, "window")]
     while left:
@@ -169,7 +169,7 @@ def _with_a_third(left: list[set[str]]) -> Names:
     if not _runs(pair, 3):
         return pair
     others = [_in_order({*pair, name}) for name in FEATURES if name not in pair]
-    fitting = [names for names in others if _runs(names, 3)]
+    fitting = [names for names in others if _runs(names, 3) and has_fields(names)]
     best = max(fitting, key=lambda names: sum(one <= set(names) for one in left), default=pair)
     return best if sum(one <= set(best) for one in left) > 1 else pair
 
@@ -187,6 +187,11 @@ def _runs(names: Names, stage: int) -> bool:
     except (Clash, ValueError):
         return False
     return True
+
+
+def has_fields(names: Names) -> bool:
+    """Whether the contract has any field of the row."""
+    return any(_possible(names))
 
 
 def _possible(names: Names) -> Iterator[tuple[int, str]]:
