@@ -42,8 +42,9 @@ class RankContext:
         """A DeviceMesh over all ranks, whose groups are destroyed after the test."""
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
         for axis in range(mesh.ndim):
-            if sizes[axis] > 1 or mesh.ndim > 1:
-                self.cleanup(dist.destroy_process_group, mesh.get_group(axis))
+            group = mesh.get_group(axis)
+            if group is not dist.group.WORLD:  # that of an axis of all ranks
+                self.cleanup(dist.destroy_process_group, group)
         return mesh
 
     def data(

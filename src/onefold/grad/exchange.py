@@ -69,8 +69,8 @@ def exchange(
     drops = _drops(units)
     touched = _by_holder(units, [[int(t) for t in unit.gradients.touched] for unit in units])
     voids = _by_holder(units, [unit.gradients.voids for unit in units])
-    largest = control.largest([*head, *pending, *drops, *touched, *voids])
-    last, first, more, fewer, failed, *flags = largest
+    said = [*head, *pending, *drops, *touched, *voids]
+    last, first, more, fewer, failed, *flags = control.largest(said)
     if last != -first:
         raise _different_places(control, place)
     is_pending, flags = flags[: len(units)], flags[len(units) :]
@@ -86,25 +86,29 @@ def exchange(
             log.warning("reductions of a failed window could not be brought level: %s", error)
         is_pending = control.largest(_pending(units))  # what was just launched is not any more
     reducer.start_afresh()
-    failures: dict[int, str] = {}
-    if failed:
-        reasons = control.gather(failure)
-        failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-    elif any(most != -least for most, least in zip(all_drops[::2], all_drops[1::2], strict=True)):
+    reasons = control.gather(failure) if failed else []
+    failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if not failed and any(
+        most != -least for most, least in zip(all_drops[::2], all_drops[1::2], strict=True)
+    ):
         raise RankMismatchError(
             "gradients that had been reduced were dropped (zero_grad(), or a parameter's grad set "
             "to None) on some ranks only. Drop them on every rank, or on none."
         )
-    for unit, flags_of, voids_of in zip(
-        units, _of_holder(units, any_touched), _of_holder(units, all_voids), strict=True
-    ):
-        unit.gradients.touched_anywhere = [bool(flag) for flag in flags_of]
-        unit.gradients.voids = voids_of
+    _tell(units, any_touched, all_voids)
     return Agreement(
         failures,
         [unit for unit, flag in zip(units, is_pending, strict=True) if flag],
         any(any_touched),
     )
+
+
+def _tell(units: Sequence[Unit], any_touched: Sequence[int], all_voids: Sequence[int]) -> None:
+    """Give every unit what the ranks agreed on about its parameters."""
+    agreed = zip(_of_holder(units, any_touched), _of_holder(units, all_voids), strict=True)
+    for unit, (touched, voids) in zip(units, agreed, strict=True):
+        unit.gradients.touched_anywhere = [bool(flag) for flag in touched]
+        unit.gradients.voids = voids
 
 
 def _different_places(control: Control, place: Place) -> RankMismatchError:
