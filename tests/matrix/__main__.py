@@ -3,7 +3,7 @@
     python -m tests.matrix [WORD] [JOBS]
 
 With WORD only the rows in which it occurs are run, and the page goes to the terminal. JOBS rows
-(2 unless told otherwise) run side by side: a row mostly waits for its own ranks.
+(4 unless told otherwise) run side by side: a row mostly waits for its own ranks.
 """
 
 import functools
@@ -83,7 +83,7 @@ class Run:
             pool.kill()
 
 
-def main(word: str = "", jobs: str = "2") -> int:
+def main(word: str = "", jobs: str = "4") -> int:
     """Run, write, and return the exit status."""
     quiet_environment()
     wanted = [names for names in rows() if word in row_name(names)]
