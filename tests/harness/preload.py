@@ -5,6 +5,7 @@ No tensor operation may run here: OpenMP's threads do not survive a fork.
 
 import contextlib
 import gc
+import importlib
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -15,6 +16,10 @@ import torch.distributed
 # A broken package must not end the fork server: the test module's import says what is wrong.
 with contextlib.suppress(Exception):
     import onefold  # noqa: F401
+
+# The compiler's progress bar would leave a thread behind, which the workers take for a leak.
+with contextlib.suppress(ImportError):
+    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 torch.set_num_threads(1)
 gc.collect()

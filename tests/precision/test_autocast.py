@@ -120,6 +120,36 @@ def test_the_module_itself_is_as_good(ctx: RankContext, stage: int) -> None:
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_model_is_autocast(ctx: RankContext, stage: int, when: str) -> None:
+    """The same bits as eager: dynamo neither traces the hooks nor forgets the state they leave."""
+    found = []
+    for compiles in (False, True):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        torch.manual_seed(1)
+        for param in model.parameters():
+            nn.init.uniform_(param)
+        if compiles and when == "before":
+            model.compile(backend="aot_eager")
+        engine = rig.start(ctx, model, stage, config=BF16)
+        if compiles and when == "after":
+            model.compile(backend="aot_eager")
+        for k in range(2):
+            output = engine(_data(ctx, k))
+            assert output.dtype == torch.bfloat16
+            engine.backward(_loss(output))
+        assert not torch.is_autocast_enabled("cpu")
+        engine.reduce_gradients()
+        found.append([engine.full_grad(param) for param in model.parameters()])
+        engine.destroy()
+    for eager, compiled in zip(*found, strict=True):
+        assert eager is not None
+        assert compiled is not None
+        assert torch.equal(eager, compiled)
+
+
+@distributed(world_size=2)
 @pytest.mark.parametrize("stage", rig.STAGES)
 def test_gradients_travel_as_fp32(ctx: RankContext, stage: int) -> None:
     engine = rig.start(ctx, _net(), stage, config=BF16)

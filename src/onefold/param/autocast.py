@@ -32,8 +32,9 @@ class Autocast:
             return
         self._make = partial(torch.autocast, device_type, _DTYPES[dtype])
         self._handles = [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
+            # Dynamo must run these hooks and not trace them; it guards on the state they leave.
+            module.register_forward_pre_hook(torch.compiler.disable(self._enter)),
+            module.register_forward_hook(torch.compiler.disable(self._leave), always_call=True),
         ]
 
     def detach(self) -> None:
