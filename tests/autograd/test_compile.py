@@ -5,8 +5,6 @@ values change in place, and which are freed and gathered again at stage 3, also 
 before there was an engine.
 """
 
-import contextlib
-import importlib
 import os
 import shutil
 from collections.abc import Callable
@@ -19,10 +17,6 @@ from torch import Tensor, nn
 from tests.autograd.helpers import Forward, Net, Twin, check, engine_over, own_name, plain
 from tests.harness import RankContext, distributed
 from tests.rig import STAGES
-
-with contextlib.suppress(ImportError):
-    # The compiler's progress bars start a thread that never ends.
-    importlib.import_module("tqdm").tqdm.monitor_interval = 0
 
 BLOCKS = ["wrapped blocks", "blocks in place"]
 WHOLES = ["wrapped model", "model in place", "model in place, after", "engine.module wrapped"]

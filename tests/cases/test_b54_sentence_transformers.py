@@ -47,9 +47,6 @@ def _features(ctx: RankContext, key: int, rank: int | None = None) -> list[dict[
 
 
 def _loss(model: Any) -> Any:
-    import tqdm  # type: ignore[import-untyped]
-
-    tqdm.tqdm.monitor_interval = 0  # no thread that watches progress bars
     from sentence_transformers.sentence_transformer.losses import (
         CachedMultipleNegativesRankingLoss,
     )

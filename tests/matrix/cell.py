@@ -1,9 +1,7 @@
 """One field of the matrix: what a rank does, and the single process it is compared with."""
 
-import contextlib
 import functools
 import hashlib
-import importlib
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,10 +68,7 @@ def play(
 
 
 def _prepare_to_compile(ctx: RankContext) -> None:
-    """No block goes back to eager in silence, and no progress bar leaves its thread behind."""
-    with contextlib.suppress(ImportError):
-        tqdm = importlib.import_module("tqdm")
-        tqdm.tqdm.monitor_interval = 0
+    """No block goes back to eager in silence."""
     strict = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=256)
     strict.__enter__()
     ctx.cleanup(strict.__exit__, None, None, None)
