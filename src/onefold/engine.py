@@ -52,7 +52,6 @@ class Engine:
         self._parts = parts
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
-
         managed = parts.config.managed_gradient_accumulation
         averages = parts.config.gradient_allreduce_op == "mean"
         self._accumulation = Accumulation(
@@ -235,8 +234,7 @@ class Engine:
         Afterwards ``full_grad``, the norm and the gradients of the optimizer's pieces can be read
         (and unscaled, by ``torch.amp.GradScaler``). Until the step the optimizer's last param group
         holds one element more, whose gradient is NaN if any rank's is not finite, so that ranks
-        agree about skipping. Backwards that follow before the step are added to the sum, which is
-        divided again: where the divisor is no power of two, with one rounding more.
+        agree about skipping. Backwards that follow before the step cost the sum one rounding more.
 
         Raises:
             StateError: inside an open scope or a backward, or a backward has failed.

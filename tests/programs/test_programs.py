@@ -23,7 +23,7 @@ from tests.programs.reference import Reference
 from tests.rig import STAGES
 
 SEED = int(os.environ.get("ONEFOLD_PROGRAMS_SEED", "0"))
-EXAMPLES = int(os.environ.get("ONEFOLD_PROGRAMS", "16"))
+EXAMPLES = int(os.environ.get("ONEFOLD_PROGRAMS", "12"))
 
 
 @pytest.mark.slow
