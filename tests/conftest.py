@@ -32,21 +32,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["cover", "full"],
         default="cover",
-        help="cover: every second to eighth field of each test's grid; full: all",
+        help="cover: every second to twelfth field of each test's grid; full: all",
     )
 
 
 class Cover:
     """A covering sample of what tests are parametrized over (stages, world sizes, modes ...).
 
-    A test with several parameters runs every other field of its grid, or every eighth of a large
+    A test with several parameters runs every other field of its grid, or every twelfth of a large
     one, so that each value of each parameter meets a part of the values of every other; which part
     differs from test to test. Tests with one parameter, and those outside of ``SAMPLED``, run
     whole.
     """
 
     FIELDS = 2
-    LARGEST_STEP = 8
+    LARGEST_STEP = 12
     SAMPLED = tuple(
         f"tests/{folder}/"
         for folder in (
