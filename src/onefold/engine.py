@@ -59,7 +59,7 @@ class Engine:
             num_ranks=parts.world.size if averages else 1,
         )
         self._backwards = Backwards(wants_scaled=self.loss_scaler.is_active)
-        self._autocast = Autocast(parts.module, parts.config.autocast_dtype, self.device.type)
+        self._autocast = Autocast(parts.module, parts.plan.autocast_dtype, self.device.type)
         unsharder = Unsharder(parts.plan.blocks, parts.units)
         self._module_hooks = ModuleHooks(parts.plan.blocks, parts.units, unsharder, self._backwards)
         self._transaction = Transaction(

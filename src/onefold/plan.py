@@ -56,6 +56,8 @@ class Plan:
     """The reduce groups of the units; dense parameters first, whether there are any or not."""
     model_dtype: torch.dtype | None
     """What parameters and buffers are cast to; None leaves them as they are."""
+    autocast_dtype: torch.dtype | None
+    """What the model's forward is autocast to, if it is."""
     num_shards: int
     """Of dense parameters, as is ``num_replicas``."""
     num_replicas: int
@@ -136,7 +138,18 @@ def build_plan(module: nn.Module, config: Config, trainable: Iterable[Tensor], g
     dense = grid.cut(DENSE, 0, shards=home.shards_optimizer)
     num_shards, num_replicas = len(dense.shard.members), len(dense.replicate.members)
     model_dtype = _DTYPES.get(config.precision or "")
-    return Plan(home, blocks, units, reduce_groups, model_dtype, num_shards, num_replicas, told)
+    autocast_dtype = _DTYPES.get(config.autocast_dtype or "")
+    return Plan(
+        home,
+        blocks,
+        units,
+        reduce_groups,
+        model_dtype,
+        autocast_dtype,
+        num_shards,
+        num_replicas,
+        told,
+    )
 
 
 def _members(module: nn.Module, config: Config, in_groups: set[int]) -> dict[int, _Member]:

@@ -5,13 +5,11 @@ calls of its submodules or of other methods.
 """
 
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Autocast:
@@ -19,18 +17,18 @@ class Autocast:
 
     Args:
         module: the model.
-        dtype: "bf16" or "fp16"; None for no autocast.
+        dtype: bfloat16 or float16; None for no autocast.
         device_type: of the parameters.
 
     Source: ``torch.autocast`` (torch.amp), as DeepSpeed's ``torch_autocast`` section uses it.
     """
 
-    def __init__(self, module: nn.Module, dtype: str | None, device_type: str) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, device_type: str) -> None:
         self._handles: list[RemovableHandle] = []
         self._entered: list[torch.autocast] = []
         if dtype is None:
             return
-        self._make = partial(torch.autocast, device_type, _DTYPES[dtype])
+        self._make = partial(torch.autocast, device_type, dtype)
         self._handles = [
             # Dynamo must run these hooks and not trace them; it guards on the state they leave.
             module.register_forward_pre_hook(torch.compiler.disable(self._enter)),
