@@ -181,7 +181,7 @@ class Config(_Frozen):
     block_classes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Class names of the repeated blocks that stage 3 unshards as a whole."""
 
-    transport: Literal["auto", "native", "direct"] = "auto"
+    transport: Literal["auto", "cross-memory", "direct", "native"] = "auto"
     """How flat buffers cross the wire; auto chooses by backend."""
 
     timeout_s: float = Field(1800.0, gt=0.0)

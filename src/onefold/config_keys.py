@@ -85,7 +85,9 @@ _TOP: dict[str, Key] = {
     "zero_force_ds_cpu_optimizer": always("an offloaded optimizer steps by torch's CPU kernels"),
     "sparse_gradients": _REMOVED,
     "onefold.block_classes": honoured("block_classes", "a list of class names", derivable=True),
-    "onefold.transport": honoured("transport", '"auto", "native" or "direct"', derivable=True),
+    "onefold.transport": honoured(
+        "transport", '"auto", "cross-memory", "direct" or "native"', derivable=True
+    ),
     "onefold.timeout_s": honoured("timeout_s", "a number of seconds above 0"),
     "onefold.on_nonfinite": honoured("on_nonfinite", '"skip", "raise" or "ignore"'),
     "onefold.norm_order": honoured("norm_order", 'a number of 1 or above, or "inf"'),

@@ -17,8 +17,9 @@ from onefold.grad.exchange import Place
 from onefold.optim import master
 from onefold.optim.accumulation import Accumulation
 from onefold.optim.clip import clip, global_norm
+from onefold.optim.elementwise import is_of_torch
 from onefold.optim.scaler import LossScaler
-from onefold.param.publish import publish
+from onefold.param.publish import Publisher, cut_waves
 from onefold.parts import Parts
 from onefold.transaction import Transaction
 from onefold.unit import Unit
@@ -59,7 +60,9 @@ class Stepper:
         self._transaction = transaction
         self._accumulation = accumulation
         self._scaler = scaler
-        self._publish_order = publish_order
+        # torch's own classes keep all of their state per parameter, step counts included.
+        self._waves = cut_waves(publish_order, is_elementwise=is_of_torch(type(parts.optimizer)))
+        self._publisher = Publisher()
         self._lr_scheduler = lr_scheduler
         self._masters = master.Masters(parts.optimizer, self._units)
         self._clipped_by_hand: tuple[float, float] | None = None  # norm before, factor
@@ -114,11 +117,18 @@ class Stepper:
             self._masters.hide()
         else:
             self.clip_factor = clip(self._units, self.norm, self._config.gradient_clipping)
-            self._masters.expose()
+            self._update_all_but_the_last()
         if self._clipped_by_hand is not None:
             self.norm, factor = self._clipped_by_hand
             self.clip_factor *= factor
         self._scaler.update(self._is_skipping)
+
+    def _update_all_but_the_last(self) -> None:
+        """Every wave is published while the next is updated; the last is torch's to update."""
+        for wave in self._waves[:-1]:
+            self._masters.update(wave)
+            self._publisher.start(wave)
+        self._masters.expose(self._waves[-1])
 
     def _drops(self, norm: float) -> bool:
         """Whether a step whose gradient is not finite is dropped, alike on all ranks."""
@@ -143,7 +153,8 @@ class Stepper:
             return
         self._is_stepping = False
         if self.was_applied:
-            publish(self._publish_order)
+            self._publisher.start(self._waves[-1])
+            self._publisher.finish()
         self.hide()
         self._transaction.end_step()
         self._accumulation.end_step()

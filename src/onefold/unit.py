@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from onefold.errors import StateError
 from onefold.gradients import Gradients
-from onefold.wire.buffer import Arena
+from onefold.wire.buffer import Arena, advise_huge_pages
 from onefold.wire.collectives import Collectives, Handle
 from onefold.wire.grid import ReduceGroup
 from onefold.wire.layout import FlatLayout, Piece
@@ -147,6 +147,7 @@ class Unit:
         """Give ``param_full`` its memory, zeroed, before the first values are written into it."""
         if not self.param_full.untyped_storage().nbytes():
             self.param_full.untyped_storage().resize_(self.full_bytes)
+            advise_huge_pages(self.param_full)
             self.param_full.zero_()
 
     def place(self) -> None:
@@ -208,6 +209,7 @@ class Unit:
         # The storage object stays the same for ever: views that autograd saved before it was
         # emptied (a transposed weight) are valid again once it is filled.
         self.param_full.untyped_storage().resize_(self.full_bytes)
+        advise_huge_pages(self.param_full)
         shard = self.param_shard
         if self.spec.offloads_parameters:  # in its place, from where it is sent
             shard = self.param_full[self._own_slice].copy_(shard, non_blocking=True)

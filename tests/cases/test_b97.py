@@ -14,7 +14,7 @@ from tests import rig
 from tests.cases.modes import assert_traffic, during, run, usual
 from tests.harness import CommLog, RankContext, distributed
 
-TRANSPORTS = ["auto", "direct", "native"]
+TRANSPORTS = ["cross-memory", "direct", "native"]
 
 
 @pytest.mark.parametrize("stage", rig.STAGES)

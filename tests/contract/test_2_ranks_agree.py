@@ -67,9 +67,9 @@ def check_every_step(ctx: RankContext, stage: int, optimizer: str) -> None:
 
 
 @distributed(world_size=3)
-@pytest.mark.parametrize("transport", ["native", "direct"])
+@pytest.mark.parametrize("transport", ["cross-memory", "direct", "native"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_bit_equal_with_either_transport(ctx: RankContext, stage: int, transport: str) -> None:
+def test_bit_equal_with_every_transport(ctx: RankContext, stage: int, transport: str) -> None:
     config = {"onefold": {"transport": transport}}
     engine = start(ctx, tower(ctx), stage, optimizer=OPTIMIZERS["sgd"], config=config)
     for key, program in enumerate(PROGRAMS):

@@ -241,7 +241,7 @@ def test_sizes_come_from_the_plan(ctx: RankContext, stage: int) -> None:
 
 
 @distributed(world_size=[2])
-@pytest.mark.parametrize("transport", ["direct", "native"])
+@pytest.mark.parametrize("transport", ["cross-memory", "direct", "native"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_outside_a_window_other_reductions_are_a_loud_error(
     ctx: RankContext, stage: int, transport: str

@@ -14,7 +14,7 @@ from tests.cases.wire_formula import scope
 from tests.harness import RankContext, distributed
 
 ENABLED = {"bf16": {"enabled": True}}
-TRANSPORTS = ["direct", "native"]
+TRANSPORTS = ["cross-memory", "direct", "native"]
 UNIT_ROUNDOFF = 2.0**-8
 """Of bf16: 8 bits of significand, rounded to nearest."""
 NUMEL = 300

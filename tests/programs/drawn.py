@@ -126,7 +126,7 @@ def settings_of(draw: st.DrawFn, stage: int, precision_name: str) -> Setting:
         steps=draw(st.sampled_from([None, 1, 2])),
         offload=draw(st.sampled_from(offloads)),
         recompute=draw(st.sampled_from(RECOMPUTES)),
-        transport=draw(st.sampled_from(["direct", "native"])),
+        transport=draw(st.sampled_from(["cross-memory", "direct", "native"])),
         scale_power=draw(st.integers(0, 5)),
         hysteresis=draw(st.integers(1, 2)),
         scale_window=draw(st.integers(1, 2)),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onefold.wire.buffer import Arena
-from onefold.wire.transports import DirectTransport, NativeTransport
+from onefold.wire.transports import choose_transport
 from tests.harness import RankContext, distributed
 from tests.rig import gathered
 
@@ -16,9 +16,13 @@ NARROW = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
 NARROW += [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
-def transports(ctx: RankContext) -> list[Any]:
+CHOICES = ["cross-memory", "direct", "native"]
+
+
+def transports(ctx: RankContext, *choices: str) -> list[Any]:
     group = ctx.new_group()
-    return [DirectTransport(group, Arena(torch.device("cpu"))), NativeTransport(group)]
+    arena = Arena(torch.device("cpu"))
+    return [choose_transport(group, choice, arena) for choice in choices or CHOICES]
 
 
 def term(ctx: RankContext, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -74,10 +78,11 @@ def test_all_reduce_is_the_same_rounded_sum_everywhere(
 
 @distributed(world_size=WORLDS)
 def test_every_lease_comes_back(ctx: RankContext) -> None:
-    arena = Arena(torch.device("cpu"))
-    transport = DirectTransport(ctx.new_group(), arena)
-    for wire in (torch.float32, torch.bfloat16):
-        source = term(ctx, ctx.rank, 16 * ctx.world_size, torch.float32)
-        transport.reduce_scatter(source, torch.empty(16), 1, wire).wait()
-        transport.all_reduce(source, 2, wire).wait()
-        assert arena.leased_bytes == 0
+    group, arena = ctx.new_group(), Arena(torch.device("cpu"))
+    for choice in CHOICES:
+        transport = choose_transport(group, choice, arena)
+        for wire in (torch.float32, torch.bfloat16):
+            source = term(ctx, ctx.rank, 16 * ctx.world_size, torch.float32)
+            transport.reduce_scatter(source, torch.empty(16), 1, wire).wait()
+            transport.all_reduce(source, 2, wire).wait()
+            assert arena.leased_bytes == 0

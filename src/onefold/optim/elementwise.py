@@ -57,7 +57,7 @@ def check_elementwise(optimizer: Optimizer, *, elementwise: bool) -> None:
             "Every rank updates flat pieces of the parameters only, whatever elementwise says. "
             "Use AdamW or another elementwise one."
         )
-    if not (elementwise or _is_of_torch(type(optimizer))):
+    if not (elementwise or is_of_torch(type(optimizer))):
         cls = type(optimizer)
         raise ValueError(
             f"initialize(optimizer=): expected a class of torch.optim that is known to be "
@@ -75,7 +75,7 @@ def check_elementwise(optimizer: Optimizer, *, elementwise: bool) -> None:
             )
 
 
-def _is_of_torch(cls: type) -> bool:
+def is_of_torch(cls: type) -> bool:
     """One of ``KNOWN``, or a subclass that torch defines."""
     return issubclass(cls, KNOWN) and cls.__module__.partition(".")[0] == "torch"
 

@@ -41,26 +41,38 @@ class Masters:
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
         self.optimizer = optimizer
         self._groups = optimizer.param_groups
-        self._pieces: list[tuple[Unit, int, Tensor]] = []
+        self._pieces: dict[int, list[Tensor]] = {}  # by unit
+        self._update = _own_step(type(optimizer))
         piece_of: dict[int, Tensor] = {}
         for unit in units:
+            pieces = self._pieces.setdefault(unit.index, [])
             for index, slot in enumerate(unit.slots):
                 offset, _, numel = unit.piece(index)
                 piece = unit.master[offset : offset + numel].detach()
-                self._pieces.append((unit, index, piece))
+                pieces.append(piece)
                 piece_of[id(slot.param)] = piece
                 _cut_state(optimizer, slot.param, piece, unit.layout.piece(index, unit.shard_rank))
+        self._units = units
         self._witness = torch.zeros(1, device=units[0].master.device if units else None)
         for group in optimizer.param_groups:
             group["params"] = [piece_of[id(param)] for param in group["params"]]
         if any(unit.spec.offloads_optimizer for unit in units):
             _use_fused(optimizer)
 
-    def expose(self) -> None:
-        """Give every piece its reduced gradient; None where no rank touched the parameter."""
-        self._remove_witness()
-        for unit, index, piece in self._pieces:
-            piece.grad = unit.gradients.piece(index)
+    def expose(self, units: Sequence[Unit]) -> None:
+        """Give the pieces of ``units``, and no others, their reduced gradients.
+
+        A piece gets None where no rank touched its parameter, so that the optimizer leaves it.
+        """
+        self.hide()
+        for unit in units:
+            for index, piece in enumerate(self._pieces[unit.index]):
+                piece.grad = unit.gradients.piece(index)
+
+    def update(self, units: Sequence[Unit]) -> None:
+        """Step ``units`` alone, inside a ``step()`` that will step others: no hook runs."""
+        self.expose(units)
+        self._update(self.optimizer)
 
     def show_to_scaler(self, is_finite: bool) -> None:
         """Expose, and add a witness: one element whose gradient is finite if every rank's is.
@@ -68,7 +80,7 @@ class Masters:
         A ``GradScaler`` looks at this rank's pieces alone, of which none may have a gradient; the
         witness makes all ranks see the same. It goes when the gradients do.
         """
-        self.expose()
+        self.expose(self._units)
         self._witness.grad = torch.full((1,), 0.0 if is_finite else float("nan"))
         self._witness.grad = self._witness.grad.to(self._witness.device)
         params = self._groups[-1]["params"]
@@ -77,14 +89,22 @@ class Masters:
 
     def hide(self) -> None:
         """Take the gradients away again, so that a stray step changes nothing."""
-        for _, _, piece in self._pieces:
-            piece.grad = None
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                piece.grad = None
         self._remove_witness()
 
     def _remove_witness(self) -> None:
         params = self._groups[-1]["params"]
         if params[-1] is self._witness:
             params.pop()
+
+
+def _own_step(cls: type[Optimizer]) -> Callable[[Optimizer], None]:
+    """The update of a class without what torch wraps around it for hooks."""
+    step: Any = cls.step
+    own: Callable[[Optimizer], None] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return own
 
 
 def _use_fused(optimizer: Optimizer) -> None:

@@ -6,10 +6,12 @@ Buffers that come back are kept for the next lease of their size, until a lease 
 ``trim``, which the engine calls between steps; between steps an arena holds nothing.
 """
 
+import ctypes
 import logging
 import mmap
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -95,13 +97,36 @@ class Arena:
 
 def _huge_pages(num_bytes: int) -> Tensor:
     """Fresh anonymous memory that reads as zeros, on huge pages; ``[num_bytes]`` uint8."""
-    # The tensor keeps the mapping alive and unmaps it when it dies.
-    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            log.debug("no huge pages: %s", error)
+    # The tensor keeps the mapping alive and unmaps it when it dies. A shared mapping, which is
+    # Python's default, is never on huge pages unless the administrator of the machine says so.
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, **private)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
-    return memory[start : start + num_bytes]
+    aligned = memory[start : start + num_bytes]
+    advise_huge_pages(aligned)
+    return aligned
+
+
+def advise_huge_pages(memory: Tensor) -> None:
+    """Ask for huge pages under large CPU memory that nobody has touched yet; never fails.
+
+    Args:
+        memory: any tensor; its bytes lie in a row. Small or GPU memory is left as it is.
+    """
+    if memory.device.type != "cpu" or memory.nbytes < HUGE_PAGE_BYTES or _madvise is None:
+        return
+    begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    if _madvise(begin, memory.data_ptr() + memory.nbytes - begin, mmap.MADV_HUGEPAGE):
+        log.debug("no huge pages: errno %d", ctypes.get_errno())
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+_madvise: Final = _find_madvise()

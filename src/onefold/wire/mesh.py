@@ -13,7 +13,6 @@ reported through the exchange.
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,9 @@ from onefold.wire.buffer import Arena
 from onefold.wire.control import Control
 from onefold.wire.grid import Cut, Grid, Ranks
 from onefold.wire.groups import new_group
-from onefold.wire.transports import DirectTransport, NativeTransport, Transport
+from onefold.wire.transports import Transport, choose_transport
 
 __all__ = ["DeviceMesh", "Group", "Mesh", "World", "build_mesh", "join_world", "leave_world"]
-
-MAX_DIRECT_RANKS: Final = 64
-"""Above this many ranks the pairwise transport opens too many connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +64,7 @@ class Group:
         """Make the process group, on all of its ranks together."""
         self.process_group = new_group(self.ranks, self.timeout_s, backend=None)
         if self.process_group is not None:
-            direct = _is_direct(self.choice, self.arena.device, self.size)
-            self.transport = (
-                DirectTransport(self.process_group, self.arena)
-                if direct
-                else NativeTransport(self.process_group)
-            )
+            self.transport = choose_transport(self.process_group, self.choice, self.arena)
 
     def destroy(self) -> None:
         """Free the process group."""
@@ -133,9 +124,8 @@ def build_mesh(world: World, cut: Cut, arena: Arena, *, transport: str, timeout_
     Args:
         world: the data-parallel ranks.
         cut: who reduces with this rank.
-        arena: where the transport leases its receive buffers.
-        transport: ``auto`` (direct on gloo, native elsewhere and above 64 ranks), ``direct`` or
-            ``native``.
+        arena: where transports lease their buffers.
+        transport: see ``choose_transport``.
         timeout_s: seconds a data collective may take.
     """
 
@@ -148,16 +138,6 @@ def build_mesh(world: World, cut: Cut, arena: Arena, *, transport: str, timeout_
         return group
 
     return Mesh(group_of(cut.shard), group_of(cut.replicate), cut.expert)
-
-
-def _is_direct(choice: str, device: torch.device, size: int) -> bool:
-    fits = device.type == "cpu" and size <= MAX_DIRECT_RANKS
-    if choice == "direct" and not fits:
-        raise ValueError(
-            f"onefold.transport: direct serves CPU buffers and at most {MAX_DIRECT_RANKS} ranks, "
-            f"got {device.type} and {size} ranks. Use 'auto' or 'native'."
-        )
-    return fits and choice != "native"
 
 
 def _make_default_group(device: torch.device, timeout_s: float) -> None:

@@ -1,5 +1,6 @@
 """What a transport offers and what a started collective owes."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -33,3 +34,27 @@ class Transport(Protocol):
 
     def all_reduce(self, buffer: Tensor, tag: int, wire_dtype: torch.dtype) -> Work:
         """``[N] -> [N]`` in place: the sum over ranks, itself rounded to ``wire_dtype``."""
+
+
+def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, rank: int, wide: Tensor | None) -> None:
+    """``((terms[0] + terms[1]) + terms[2]) + ...`` into ``out``, one add after another.
+
+    Args:
+        terms: two or more; the first is overwritten unless it is ``terms[rank]``.
+        out: may be the same memory as ``terms[rank]``.
+        rank: whose term is this rank's own.
+        wide: scratch of the shape and dtype of ``out``; not needed where all terms have its dtype.
+    """
+    first, second, *rest = terms
+    if wide is None or first.dtype == second.dtype == out.dtype:
+        # In the first received term where ``out`` may be a later term of the sum itself.
+        total = out if rank < 2 else first
+        torch.add(first, second, out=total)
+    else:
+        total = wide
+        total.copy_(first)
+        total.add_(second)
+    for term in rest:
+        total.add_(term)
+    if total is not out:
+        out.copy_(total)

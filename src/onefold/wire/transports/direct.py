@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.wire.buffer import Arena
-from onefold.wire.transports.base import Work
+from onefold.wire.transports.base import Work, sum_in_rank_order
 
 
 class DirectTransport:
@@ -123,20 +123,11 @@ class _RankOrderedSum:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        first, second, *rest = self._terms
-        if self._is_wide:
-            # In the first received slice where ``out`` may be a later term of the sum itself.
-            total = self._out if self._rank < 2 else first
-            torch.add(first, second, out=total)
-        else:
-            total = self._arena.lease(self._out.numel(), self._out.dtype)
-            self._leased.append(total)
-            total.copy_(first)
-            total.add_(second)
-        for term in rest:
-            total.add_(term)
-        if total is not self._out:
-            self._out.copy_(total)
+        wide = None
+        if not self._is_wide:
+            wide = self._arena.lease(self._out.numel(), self._out.dtype)
+            self._leased.append(wide)
+        sum_in_rank_order(self._terms, self._out, self._rank, wide)
         for buffer in self._leased:
             self._arena.give_back(buffer)
 

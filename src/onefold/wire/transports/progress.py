@@ -1,0 +1,51 @@
+"""Progress: one thread that carries out started collectives, in the order they were started.
+
+All ranks start the same collectives in the same order, so a thread that waits for its peers always
+waits for something that they have before them, too: no order of waiting can block the ranks.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+
+Task = Callable[[], None]
+Tasks = SimpleQueue[tuple[Task, "Future[None]"] | None]
+
+
+class Progress:
+    """The thread of one transport. It ends with its owner, and never keeps the program alive."""
+
+    def __init__(self) -> None:
+        self._tasks: Tasks = SimpleQueue()
+        thread = threading.Thread(
+            target=_carry_out, args=(self._tasks,), name="onefold-progress", daemon=True
+        )
+        thread.start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def start(self, task: Task) -> "Future[None]":
+        """Carry ``task`` out after those before it. Once one has failed all others do."""
+        future: Future[None] = Future()
+        self._tasks.put((task, future))
+        return future
+
+
+@torch.no_grad()
+def _carry_out(tasks: Tasks) -> None:
+    failure: Exception | None = None
+    while (following := tasks.get()) is not None:
+        task, future = following
+        try:
+            if failure is not None:
+                raise RuntimeError(f"an earlier collective of this group failed: {failure}")
+            task()
+        except Exception as error:
+            failure = failure or error
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del following, task, future  # what they hold may be freed now
