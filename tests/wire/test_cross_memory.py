@@ -125,8 +125,8 @@ def test_a_failure_fails_what_comes_after_it() -> None:
 def test_ranks_that_may_not_be_read_send_messages(ctx: RankContext) -> None:
     """One rank cannot read another: every rank falls back, and the log says why."""
     group, arena = ctx.new_group(), Arena(torch.device("cpu"))
-    able = choice.can_read
-    choice.can_read = lambda card, own: ctx.rank == 0 and able(card, own)
+    able = cross_memory.can_read
+    setattr(choice, "can_read", lambda card, own: ctx.rank == 0 and able(card, own))  # noqa: B010
     ctx.cleanup(setattr, choice, "can_read", able)
     records: list[logging.LogRecord] = []
 

@@ -36,15 +36,15 @@ class Progress:
 
 @torch.no_grad()
 def _carry_out(tasks: Tasks) -> None:
-    failure: Exception | None = None
+    failure = ""  # text: an exception would keep alive whoever was told of it
     while (following := tasks.get()) is not None:
         task, future = following
         try:
-            if failure is not None:
+            if failure:
                 raise RuntimeError(f"an earlier collective of this group failed: {failure}")
             task()
         except Exception as error:
-            failure = failure or error
+            failure = failure or str(error) or type(error).__name__
             future.set_exception(error)
         else:
             future.set_result(None)
