@@ -177,9 +177,11 @@ def test_a_killed_process_is_an_error_and_leaves_nothing() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
+    others = set(threading.enumerate())
     progress = Progress()
     progress.start(lambda: None).result()
-    mine = [thread for thread in threading.enumerate() if thread.name == "onefold-progress"]
+    mine = set(threading.enumerate()) - others
+    assert len(mine) == 1
     del progress
     for thread in mine:
         thread.join(5)
