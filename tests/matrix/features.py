@@ -157,7 +157,6 @@ FEATURES = {
             {"gradient_accumulation_steps": 2},
         ),
         Feature("sum", "`gradient_allreduce_op` sum", {"gradient_allreduce_op": "sum"}),
-        Feature("direct", "`onefold.transport` direct", {"onefold": {"transport": "direct"}}),
         Feature("native", "`onefold.transport` native", {"onefold": {"transport": "native"}}),
         Feature("Adam", "Adam instead of SGD", run={"adam": True}),
         Feature("uneven", "ranks run different numbers of backwards", run={"uneven": True}),

@@ -26,7 +26,9 @@ LONG = 3 * CHUNK_BYTES // 8 + 16  # in fp32 a chunk and a half, in fp64 three
 
 def both(ctx: RankContext) -> tuple[Any, Any]:
     group, arena = ctx.new_group(), Arena(torch.device("cpu"))
-    return choose_transport(group, "cross-memory", arena), choose_transport(group, "direct", arena)
+    transport = choose_transport(group, "cross-memory", arena)
+    ctx.cleanup(transport.close)
+    return transport, choose_transport(group, "direct", arena)
 
 
 @distributed(world_size=[2, 3, 4])
@@ -108,7 +110,8 @@ def test_a_buffer_is_free_only_when_every_reader_is_done(ctx: RankContext) -> No
 
 def test_a_failure_fails_what_comes_after_it() -> None:
     """Once a collective failed the group is out of step: nothing later may seem to succeed."""
-    progress, done = Progress(), []
+    progress: Progress = Progress()
+    done: list[int] = []
 
     def fail() -> None:
         raise RuntimeError("cannot read")
@@ -119,6 +122,7 @@ def test_a_failure_fails_what_comes_after_it() -> None:
     with pytest.raises(RuntimeError, match="an earlier collective of this group failed"):
         second.result()
     assert not done
+    progress.close()
 
 
 @distributed(world_size=2)
@@ -178,11 +182,14 @@ def test_a_killed_process_is_an_error_and_leaves_nothing() -> None:
 
 def test_the_thread_ends_with_its_owner() -> None:
     others = set(threading.enumerate())
-    progress = Progress()
-    progress.start(lambda: None).result()
-    mine = set(threading.enumerate()) - others
-    assert len(mine) == 1
-    del progress
-    for thread in mine:
-        thread.join(5)
-    assert not any(thread.is_alive() for thread in mine)
+    for is_closed in (True, False):
+        progress = Progress()
+        progress.start(lambda: None).result()
+        (mine,) = set(threading.enumerate()) - others
+        if is_closed:
+            progress.close()
+            with pytest.raises(RuntimeError, match="was destroyed"):
+                progress.start(lambda: None)
+        del progress
+        mine.join(5)
+        assert not mine.is_alive()

@@ -22,7 +22,10 @@ CHOICES = ["cross-memory", "direct", "native"]
 def transports(ctx: RankContext, *choices: str) -> list[Any]:
     group = ctx.new_group()
     arena = Arena(torch.device("cpu"))
-    return [choose_transport(group, choice, arena) for choice in choices or CHOICES]
+    made = [choose_transport(group, choice, arena) for choice in choices or CHOICES]
+    for transport in made:
+        ctx.cleanup(transport.close)
+    return made
 
 
 def term(ctx: RankContext, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -81,6 +84,7 @@ def test_every_lease_comes_back(ctx: RankContext) -> None:
     group, arena = ctx.new_group(), Arena(torch.device("cpu"))
     for choice in CHOICES:
         transport = choose_transport(group, choice, arena)
+        ctx.cleanup(transport.close)
         for wire in (torch.float32, torch.bfloat16):
             source = term(ctx, ctx.rank, 16 * ctx.world_size, torch.float32)
             transport.reduce_scatter(source, torch.empty(16), 1, wire).wait()

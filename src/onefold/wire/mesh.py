@@ -68,6 +68,8 @@ class Group:
 
     def destroy(self) -> None:
         """Free the process group."""
+        if self.transport is not None:
+            self.transport.close()
         if self.process_group is not None:
             dist.destroy_process_group(self.process_group)
             self.process_group = None

@@ -35,6 +35,9 @@ class Transport(Protocol):
     def all_reduce(self, buffer: Tensor, tag: int, wire_dtype: torch.dtype) -> Work:
         """``[N] -> [N]`` in place: the sum over ranks, itself rounded to ``wire_dtype``."""
 
+    def close(self) -> None:
+        """End what runs in the background; nothing can be started afterwards."""
+
 
 def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, rank: int, wide: Tensor | None) -> None:
     """``((terms[0] + terms[1]) + terms[2]) + ...`` into ``out``, one add after another.

@@ -105,6 +105,10 @@ class CrossMemoryTransport:
 
         return _CrossMemoryWork(self._progress.start(carry_out), release)
 
+    def close(self) -> None:
+        """See ``Transport.close``."""
+        self._progress.close()
+
     def add_up(
         self, addresses: Sequence[int], own: Tensor, out: Tensor, dtype: torch.dtype
     ) -> None:

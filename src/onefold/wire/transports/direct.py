@@ -54,6 +54,9 @@ class DirectTransport:
         """See ``Transport.all_reduce``. A rank-ordered reduce-scatter, then an all-gather."""
         return _AllReduce(self, buffer, tag, wire_dtype)
 
+    def close(self) -> None:
+        """See ``Transport.close``; the group's threads end with it."""
+
     def cut(self, buffer: Tensor) -> list[Tensor]:
         """``buffer`` in as many nearly equal slices as there are ranks."""
         cuts = [buffer.numel() * part // self.size for part in range(self.size + 1)]

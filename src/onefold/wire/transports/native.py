@@ -54,6 +54,9 @@ class NativeTransport:
             return _NarrowAllReduce(self.group, buffer, wire_dtype)
         return _NativeWork(dist.all_reduce(buffer, group=self.group, async_op=True), buffer)
 
+    def close(self) -> None:
+        """See ``Transport.close``; the backend's threads end with the group."""
+
 
 class _NarrowSum:
     """Slices of ``source`` by all-to-all in ``wire_dtype``; this rank's are summed into ``out``."""

@@ -9,29 +9,43 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Final
 
 import torch
+
+_PATIENCE_S: Final = 1.0
 
 Task = Callable[[], None]
 Tasks = SimpleQueue[tuple[Task, "Future[None]"] | None]
 
 
 class Progress:
-    """The thread of one transport. It ends with its owner, and never keeps the program alive."""
+    """The thread of one transport. It never keeps the program alive."""
 
     def __init__(self) -> None:
         self._tasks: Tasks = SimpleQueue()
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_carry_out, args=(self._tasks,), name="onefold-progress", daemon=True
         )
-        thread.start()
-        weakref.finalize(self, self._tasks.put, None)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._tasks.put, None)  # also if nobody calls close()
 
     def start(self, task: Task) -> "Future[None]":
-        """Carry ``task`` out after those before it. Once one has failed all others do."""
+        """Carry ``task`` out after those before it. Once one has failed all others do.
+
+        Raises:
+            RuntimeError: the thread was ended.
+        """
+        if not self._end.alive:
+            raise RuntimeError("a collective was started on a group that was destroyed")
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return future
+
+    def close(self) -> None:
+        """End the thread, after what was started; one that waits for a lost peer is left behind."""
+        self._end()
+        self._thread.join(_PATIENCE_S)
 
 
 @torch.no_grad()
