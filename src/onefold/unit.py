@@ -111,6 +111,7 @@ class Unit:
         self._host_arena = host_arena
         self._gather: Handle | None = None
         self._left_versions: list[int] = []
+        self._graph_versions: list[int] = []  # see _free
         self._nothing = float("nan") if spec.dtype.is_floating_point else 0
         self._freed = torch.full((), self._nothing, dtype=spec.dtype, device=spec.device)
         self.param_full = torch.empty(self.layout.numel, dtype=spec.dtype, device=spec.device)
@@ -224,6 +225,7 @@ class Unit:
         assert gather is not None
         gather.wait()
         self.is_unsharded = True
+        _set_versions(self.params, self._graph_versions)
         self._point_at(self.views)
 
     def hold(self) -> None:
@@ -291,6 +293,7 @@ class Unit:
     def publish_version(self) -> None:
         """The parameters have new values: a backward on an older graph must raise, as in torch."""
         torch.autograd.graph.increment_version(self.params)
+        self._graph_versions = [version + 1 for version in self._graph_versions]
         self._left_versions = [param._version for param in self.params]
 
     def check_storage(self) -> None:
@@ -330,6 +333,10 @@ class Unit:
 
     def _free(self) -> None:
         self.is_unsharded = False
+        # Another version while freed: a backward that comes here past our hooks raises in torch,
+        # instead of reading memory that is gone.
+        self._graph_versions = [param._version for param in self.params]
+        torch.autograd.graph.increment_version(self.params)
         self._point_at([self._freed.expand(slot.size) for slot in self.slots])
         if not self.param_full.untyped_storage().resizable():
             # Somebody made a numpy array of a parameter; that array keeps the old memory.
@@ -341,3 +348,8 @@ class Unit:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
         self._left_versions = [param._version for param in self.params]
+
+
+def _set_versions(params: Sequence[nn.Parameter], versions: Sequence[int]) -> None:
+    # What torch.autograd._unsafe_preserve_version_counter does at the end of its with-block.
+    torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
