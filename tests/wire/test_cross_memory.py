@@ -3,10 +3,12 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from onefold.wire import cross_memory
 from onefold.wire.buffer import Arena
 from onefold.wire.transports import choice, choose_transport
 from onefold.wire.transports.cross import CHUNK_BYTES
+from onefold.wire.transports.notes import Note
 from onefold.wire.transports.progress import Progress
 from tests.harness import RankContext, distributed
 
@@ -26,9 +29,9 @@ LONG = 3 * CHUNK_BYTES // 8 + 16  # in fp32 a chunk and a half, in fp64 three
 
 def both(ctx: RankContext) -> tuple[Any, Any]:
     group, arena = ctx.new_group(), Arena(torch.device("cpu"))
-    transport = choose_transport(group, "cross-memory", arena)
+    transport = choose_transport(group, "cross-memory", arena, 60.0)
     ctx.cleanup(transport.close)
-    return transport, choose_transport(group, "direct", arena)
+    return transport, choose_transport(group, "direct", arena, 60.0)
 
 
 @distributed(world_size=[2, 3, 4])
@@ -108,21 +111,97 @@ def test_a_buffer_is_free_only_when_every_reader_is_done(ctx: RankContext) -> No
     assert out.tolist() == [1.0] * 16 + [2.0] * 16
 
 
-def test_a_failure_fails_what_comes_after_it() -> None:
-    """Once a collective failed the group is out of step: nothing later may seem to succeed."""
-    progress: Progress = Progress()
-    done: list[int] = []
+def pair(timeout_s: float = 60.0) -> tuple[Progress, Progress]:
+    """Two ranks in one process."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Progress({1: left}, timeout_s), Progress({0: right}, timeout_s)
 
-    def fail() -> None:
+
+def waits(*phases: int) -> Generator[int, list[int], None]:
+    yield from phases
+
+
+def test_notes_are_told_apart_by_tag_and_kept_until_needed() -> None:
+    """The peer tells of collectives in another order, and before they are started here."""
+    first, second = pair()
+    found: list[list[int]] = []
+
+    def steps() -> Generator[int, list[int], None]:
+        found.append((yield 1))
+
+    for tag in (3, 2, 1):
+        second.tell(0, Note(tag, 1, 10 * tag))
+    for tag in (1, 2, 3):
+        first.start(tag, steps()).result(10)
+    assert found == [[0, 10], [0, 20], [0, 30]]
+    for tag in (5, 4):  # two of each tag, waited for before they are told of
+        started = [first.start(tag, steps()) for _ in range(2)]
+        for address in (7, 8):
+            second.tell(0, Note(tag, 1, address))
+        for future in started:
+            future.result(10)
+    assert found[3:] == [[0, 7], [0, 8]] * 2
+    first.close()
+    second.close()
+
+
+def test_a_failing_step_fails_its_collective_alone() -> None:
+    first, second = pair()
+
+    def fail() -> Generator[int, list[int], None]:
+        yield 1
         raise RuntimeError("cannot read")
 
-    first, second = progress.start(fail), progress.start(lambda: done.append(1))
+    failing, other = first.start(1, fail()), first.start(2, waits(1))
+    second.tell(0, Note(1, 1, 0))
     with pytest.raises(RuntimeError, match="cannot read"):
-        first.result()
-    with pytest.raises(RuntimeError, match="an earlier collective of this group failed"):
-        second.result()
-    assert not done
-    progress.close()
+        failing.result(10)
+    assert not other.done()
+    second.tell(0, Note(2, 1, 0))
+    other.result(10)
+    first.close()
+    second.close()
+
+
+def test_a_lost_peer_fails_what_still_needs_it() -> None:
+    """What the peer had told before it left counts; what it had not is an error at once."""
+    first, second = pair()
+    served, waiting = first.start(1, waits(1, 2)), first.start(2, waits(1, 2))
+    for tag, phase in ((1, 1), (1, 2), (2, 1)):
+        second.tell(0, Note(tag, phase, 0))
+    second.close()
+    served.result(10)
+    for future in (waiting, first.start(3, waits(1))):
+        with pytest.raises(RuntimeError, match="rank 1 of it has ended or left"):
+            future.result(10)
+    first.close()
+
+
+def test_no_answer_is_an_error_in_time() -> None:
+    first, second = pair(timeout_s=0.05)
+    with pytest.raises(RuntimeError, match="no answer in time"):
+        first.start(1, waits(1)).result(10)
+    first.close()
+    second.close()
+
+
+def test_more_notes_than_there_is_room_for() -> None:
+    """Both threads tell more than their sockets hold, inside a step: neither may block."""
+    both_ranks, number = pair(), 3000
+
+    def steps(mine: Progress, peer: int) -> Generator[int, list[int], None]:
+        for tag in range(number):
+            mine.tell_on_thread(peer, Note(tag, 1, tag))
+        yield 2
+
+    told = [mine.start(number, steps(mine, 1 - r)) for r, mine in enumerate(both_ranks)]
+    for rank, mine in enumerate(both_ranks):
+        for tag in range(number):
+            mine.start(tag, waits(1)).result(20)
+        both_ranks[1 - rank].tell(rank, Note(number, 2, 0))
+        told[rank].result(20)
+    for mine in both_ranks:
+        mine.close()
 
 
 @distributed(world_size=2)
@@ -143,11 +222,11 @@ def test_ranks_that_may_not_be_read_send_messages(ctx: RankContext) -> None:
     ctx.cleanup(choice.log.removeHandler, handler)
     choice.log.setLevel(logging.INFO)
     ctx.cleanup(choice.log.setLevel, logging.NOTSET)
-    assert choose_transport(group, "auto", arena).name == "direct"
+    assert choose_transport(group, "auto", arena, 60.0).name == "direct"
     assert len(records) == (1 if ctx.rank == 0 else 0)
     assert all("direct instead of cross-memory" in record.getMessage() for record in records)
     with pytest.raises(ValueError, match="not on one host, or may not read"):
-        choose_transport(group, "cross-memory", arena)
+        choose_transport(group, "cross-memory", arena, 60.0)
 
 
 def test_another_host_is_not_tried() -> None:
@@ -183,13 +262,17 @@ def test_a_killed_process_is_an_error_and_leaves_nothing() -> None:
 def test_the_thread_ends_with_its_owner() -> None:
     others = set(threading.enumerate())
     for is_closed in (True, False):
-        progress = Progress()
-        progress.start(lambda: None).result()
-        (mine,) = set(threading.enumerate()) - others
+        first, second = pair()
+        mine = set(threading.enumerate()) - others
+        assert len(mine) == 2
+        pending = first.start(1, waits(1))
         if is_closed:
-            progress.close()
-            with pytest.raises(RuntimeError, match="was destroyed"):
-                progress.start(lambda: None)
-        del progress
-        mine.join(5)
-        assert not mine.is_alive()
+            first.close()
+            with pytest.raises(RuntimeError, match="its group was destroyed"):
+                pending.result(10)
+            with pytest.raises(RuntimeError, match="a group that was destroyed"):
+                first.start(2, waits(1))
+        del first, second
+        for thread in mine:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in mine)

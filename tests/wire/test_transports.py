@@ -22,7 +22,7 @@ CHOICES = ["cross-memory", "direct", "native"]
 def transports(ctx: RankContext, *choices: str) -> list[Any]:
     group = ctx.new_group()
     arena = Arena(torch.device("cpu"))
-    made = [choose_transport(group, choice, arena) for choice in choices or CHOICES]
+    made = [choose_transport(group, choice, arena, 60.0) for choice in choices or CHOICES]
     for transport in made:
         ctx.cleanup(transport.close)
     return made
@@ -83,7 +83,7 @@ def test_all_reduce_is_the_same_rounded_sum_everywhere(
 def test_every_lease_comes_back(ctx: RankContext) -> None:
     group, arena = ctx.new_group(), Arena(torch.device("cpu"))
     for choice in CHOICES:
-        transport = choose_transport(group, choice, arena)
+        transport = choose_transport(group, choice, arena, 60.0)
         ctx.cleanup(transport.close)
         for wire in (torch.float32, torch.bfloat16):
             source = term(ctx, ctx.rank, 16 * ctx.world_size, torch.float32)

@@ -64,7 +64,9 @@ class Group:
         """Make the process group, on all of its ranks together."""
         self.process_group = new_group(self.ranks, self.timeout_s, backend=None)
         if self.process_group is not None:
-            self.transport = choose_transport(self.process_group, self.choice, self.arena)
+            self.transport = choose_transport(
+                self.process_group, self.choice, self.arena, self.timeout_s
+            )
 
     def destroy(self) -> None:
         """Free the process group."""

@@ -1,6 +1,7 @@
 """What a transport offers and what a started collective owes."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -61,3 +62,14 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, rank: int, wide: Ten
         total.add_(term)
     if total is not out:
         out.copy_(total)
+
+
+def peers_of(rank: int, size: int) -> list[int]:
+    """The other ranks, nearest first, so that not everybody starts with rank 0."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def cut(buffer: Tensor, size: int) -> list[Tensor]:
+    """``buffer`` in ``size`` nearly equal slices."""
+    cuts = [buffer.numel() * part // size for part in range(size + 1)]
+    return [buffer[begin:end] for begin, end in pairwise(cuts)]

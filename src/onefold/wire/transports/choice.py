@@ -1,6 +1,8 @@
 """Which transport serves a group, decided once, alike on all of its ranks."""
 
+import contextlib
 import logging
+import socket
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from onefold.wire.transports.base import Transport
 from onefold.wire.transports.cross import CrossMemoryTransport
 from onefold.wire.transports.direct import DirectTransport
 from onefold.wire.transports.native import NativeTransport
+from onefold.wire.transports.notes import Door, hang_up
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +23,9 @@ MAX_PAIRWISE_RANKS: Final = 64
 _PAIRWISE: Final = ("cross-memory", "direct")
 
 
-def choose_transport(group: dist.ProcessGroup, choice: str, arena: Arena) -> Transport:
+def choose_transport(
+    group: dist.ProcessGroup, choice: str, arena: Arena, timeout_s: float
+) -> Transport:
     """Make the transport of one group.
 
     Args:
@@ -28,6 +33,7 @@ def choose_transport(group: dist.ProcessGroup, choice: str, arena: Arena) -> Tra
         choice: ``cross-memory`` (ranks of one host that may read each other's memory), ``direct``
             or ``native``; ``auto`` is the first of them that can serve the group.
         arena: where transports lease their buffers; CPU memory for all but native.
+        timeout_s: seconds a collective may take; as in ``group``.
 
     Raises:
         ValueError: the choice cannot serve this group; on all of its ranks.
@@ -42,26 +48,40 @@ def choose_transport(group: dist.ProcessGroup, choice: str, arena: Arena) -> Tra
         )
     if choice == "native" or not is_pairwise:
         return NativeTransport(group)
-    direct = DirectTransport(group, arena)
     if choice == "direct":
-        return direct
-    pids = _readable(group)
-    if pids is not None:
-        return CrossMemoryTransport(direct, pids)
-    reason = f"the {size} ranks are not on one host, or may not read each other's memory"
-    if choice == "cross-memory":
-        raise ValueError(f"onefold.transport: {reason}. Use 'auto' or 'direct'.")
-    if group.rank() == 0:
-        log.info("transport direct instead of cross-memory: %s", reason)
-    return direct
+        return DirectTransport(group, arena)
+    try:
+        return _cross_memory(group, arena, timeout_s)
+    except _NotReadable as problem:
+        if choice == "cross-memory":
+            raise ValueError(f"onefold.transport: {problem}. Use 'auto' or 'direct'.") from None
+        if group.rank() == 0:
+            log.info("transport direct instead of cross-memory: %s", problem)
+        return DirectTransport(group, arena)
 
 
-def _readable(group: dist.ProcessGroup) -> list[int] | None:
-    """The ranks' process numbers, if every rank can read every other."""
-    own = own_card()
-    cards = _gathered(group, own)
-    can = all(can_read(card, own) for card in cards)
-    return [card.pid for card in cards] if all(_gathered(group, can)) else None
+class _NotReadable(Exception):
+    """The ranks of a group cannot use the cross-memory transport; all of them know."""
+
+
+def _cross_memory(group: dist.ProcessGroup, arena: Arena, timeout_s: float) -> CrossMemoryTransport:
+    """Try it: every rank reads every other, and only then are they connected."""
+    rank, own, door = group.rank(), own_card(), Door()
+    try:
+        told = _gathered(group, (own, door.address))
+        if not all(_gathered(group, all(can_read(card, own) for card, _ in told))):
+            raise _NotReadable(
+                f"the {group.size()} ranks are not on one host, or may not read each other's memory"
+            )
+        peers: dict[int, socket.socket] | None = None
+        with contextlib.suppress(OSError):
+            peers = door.connect(rank, [address for _, address in told])
+        if not all(_gathered(group, peers is not None)) or peers is None:
+            hang_up(peers or {})
+            raise _NotReadable("the ranks of this host cannot reach each other's sockets")
+    finally:
+        door.close()
+    return CrossMemoryTransport(rank, [card.pid for card, _ in told], peers, arena, timeout_s)
 
 
 def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:

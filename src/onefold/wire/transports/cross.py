@@ -2,50 +2,65 @@
 
 One copy per byte instead of a socket's four, and no receive buffers: the owner of a slice adds its
 peers' terms chunk by chunk out of their memory, in rank order, so the bits are those of the direct
-transport. What travels as messages are notes of eight bytes: *ready* (here is the buffer) and
-*done* (I have read it). A collective has ended when every peer is done, so a buffer is never reused
-under a reader, and a rank that reads the memory of one that gave up is never told that it is done.
+transport. What is sent are notes: *ready* (here is the buffer) and *done* (I have read it). A
+collective has ended when every peer is done, so a buffer is never reused under a reader, and a rank
+that reads the memory of one that gave up is never told that it is done.
 """
 
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onefold.wire.buffer import Arena
 from onefold.wire.cross_memory import read
-from onefold.wire.transports.base import Work, sum_in_rank_order
-from onefold.wire.transports.direct import DirectTransport
-from onefold.wire.transports.progress import Progress
+from onefold.wire.transports.base import Work, cut, peers_of, sum_in_rank_order
+from onefold.wire.transports.notes import Note
+from onefold.wire.transports.progress import Progress, Steps
 
 CHUNK_BYTES: Final = 1 << 20
 """What is read at once of one peer: stays in the processor's cache until it is added."""
 
 
 class _Phase(IntEnum):
-    READY = 0
-    SUMMED = 1
-    DONE = 2
+    READY = 1
+    SUMMED = 2
+    DONE = 3
 
 
 class CrossMemoryTransport:
-    """Reads over ``process_vm_readv``, notes over a gloo group.
+    """Reads over ``process_vm_readv``; notes over Unix sockets.
 
     Args:
-        notes: the transport that carries notes, and owns the arena.
+        rank: this rank's.
         pids: the process of every rank; each can read every other.
+        peers: a socket to every other rank.
+        arena: where narrower copies of terms are leased.
+        timeout_s: seconds a collective may take.
     """
 
     name = "cross-memory"
 
-    def __init__(self, notes: DirectTransport, pids: Sequence[int]) -> None:
-        self.notes = notes
-        self.pids = tuple(pids)
-        self._progress = Progress()
+    def __init__(
+        self,
+        rank: int,
+        pids: Sequence[int],
+        peers: Mapping[int, socket.socket],
+        arena: Arena,
+        timeout_s: float,
+    ) -> None:
+        self._rank = rank
+        self._size = len(pids)
+        self._pids = tuple(pids)
+        self._peers = peers_of(rank, len(pids))
+        self._arena = arena
+        self._progress = Progress(peers, timeout_s)
         # A row for what is read of each peer; the own row holds sums wider than their terms.
-        self._scratch = torch.empty(notes.size, CHUNK_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(self._size, CHUNK_BYTES, dtype=torch.uint8)
 
     def reduce_scatter(
         self, source: Tensor, out: Tensor, tag: int, wire_dtype: torch.dtype
@@ -54,162 +69,117 @@ class CrossMemoryTransport:
 
         Memory: none; N elements of ``wire_dtype`` until the wait where the wire is narrower.
         """
-        slices = list(source.split(out.numel())) if out.numel() else [source] * self.notes.size
-        terms = _Terms(self, slices, out, tag, wire_dtype)
+        slices = list(source.split(out.numel())) if out.numel() else [source] * self._size
+        terms, release = self._offer(slices, tag, wire_dtype)
 
-        def carry_out() -> None:
-            terms.add_up()
-            terms.end()
+        def steps() -> Steps:
+            addresses = yield _Phase.READY
+            self._add_up(addresses, terms, out)
+            self._tell(tag, _Phase.DONE)
+            yield _Phase.DONE
 
-        return _CrossMemoryWork(self._progress.start(carry_out), terms.release)
+        return _CrossMemoryWork(self._progress.start(tag, steps()), release)
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int) -> Work:
         """See ``Transport.all_gather``. Slices are read straight into ``out``."""
-        slices = list(out.split(shard.numel())) if shard.numel() else [out] * self.notes.size
-        ready, done = (_Notes(self.notes, tag, phase) for phase in (_Phase.READY, _Phase.DONE))
-        ready.send([shard] * self.notes.size)
+        slices = list(out.split(shard.numel())) if shard.numel() else [out] * self._size
+        for peer in self._peers:
+            self._progress.tell(peer, Note(tag, _Phase.READY, shard.data_ptr()))
 
-        def carry_out() -> None:
-            own = slices[self.notes.rank]
+        def steps() -> Steps:
+            own = slices[self._rank]
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard)
-            self._read_slices(ready.wait(), slices)
-            done.exchange()
+            self._read_slices((yield _Phase.READY), slices)
+            self._tell(tag, _Phase.DONE)
+            yield _Phase.DONE
 
-        return _CrossMemoryWork(self._progress.start(carry_out))
+        return _CrossMemoryWork(self._progress.start(tag, steps()))
 
     def all_reduce(self, buffer: Tensor, tag: int, wire_dtype: torch.dtype) -> Work:
         """See ``Transport.all_reduce``. A rank-ordered reduce-scatter, then an all-gather."""
-        rank, arena = self.notes.rank, self.notes.arena
-        slices = self.notes.cut(buffer)
-        terms = _Terms(self, slices, slices[rank], tag, wire_dtype)
-        summed = _Notes(self.notes, tag, _Phase.SUMMED)
+        slices = cut(buffer, self._size)
+        terms, release_terms = self._offer(slices, tag, wire_dtype)
         is_narrow = buffer.dtype != wire_dtype
-        rounded = arena.lease(buffer.numel(), wire_dtype) if is_narrow else buffer
-        results = self.notes.cut(rounded)
+        rounded = self._arena.lease(buffer.numel(), wire_dtype) if is_narrow else buffer
+        results = cut(rounded, self._size)
 
-        def carry_out() -> None:
-            terms.add_up()
+        def steps() -> Steps:
+            addresses = yield _Phase.READY
+            self._add_up(addresses, terms, slices[self._rank])
+            own = results[self._rank]
             if is_narrow:  # the owner, too, takes the rounded sum: all ranks hold the same
-                results[rank].copy_(slices[rank])
-            summed.send([results[rank]] * self.notes.size)
-            self._read_slices(summed.wait(), results)
+                own.copy_(slices[self._rank])
+            self._tell(tag, _Phase.SUMMED, own)
+            self._read_slices((yield _Phase.SUMMED), results)
             if is_narrow:
                 buffer.copy_(rounded)
-            terms.end()
+            self._tell(tag, _Phase.DONE)
+            yield _Phase.DONE
 
         def release() -> None:
-            terms.release()
+            release_terms()
             if is_narrow:
-                arena.give_back(rounded)
+                self._arena.give_back(rounded)
 
-        return _CrossMemoryWork(self._progress.start(carry_out), release)
+        return _CrossMemoryWork(self._progress.start(tag, steps()), release)
 
     def close(self) -> None:
         """See ``Transport.close``."""
         self._progress.close()
 
-    def add_up(
-        self, addresses: Sequence[int], own: Tensor, out: Tensor, dtype: torch.dtype
-    ) -> None:
-        """Sum ``own`` and what lies at the peers' ``addresses`` in ``dtype`` into ``out``.
+    def _offer(
+        self, slices: Sequence[Tensor], tag: int, wire_dtype: torch.dtype
+    ) -> tuple["_Terms", Callable[[], None]]:
+        """Tell every peer where its term lies, in ``wire_dtype``; how to end that is returned."""
+        own = slices[self._rank]
+        leased: list[Tensor] = []
+        if own.dtype != wire_dtype:
+            numels = [part.numel() for part in slices]
+            leased = [self._arena.lease(sum(numels), wire_dtype)]
+            narrow = leased[0].split(numels)
+            for peer in self._peers:
+                narrow[peer].copy_(slices[peer])
+            slices = narrow
+        for peer in self._peers:
+            self._progress.tell(peer, Note(tag, _Phase.READY, slices[peer].data_ptr()))
 
-        Runs on the progress thread, alone with the scratch.
-        """
+        def release() -> None:
+            for buffer in leased:
+                self._arena.give_back(buffer)
+
+        return _Terms(own, wire_dtype), release
+
+    # -- on the progress thread, one collective at a time ---------------------------------------
+
+    def _add_up(self, addresses: Sequence[int], terms: "_Terms", out: Tensor) -> None:
+        """Sum the own term and those at the peers' ``addresses`` into ``out``."""
+        dtype, own = terms.dtype, terms.own
         step = CHUNK_BYTES // max(dtype.itemsize, out.dtype.itemsize)
         for begin in range(0, out.numel(), step):
             end = min(begin + step, out.numel())
-            terms = [own[begin:end]] * self.notes.size
-            for peer in self.notes.peers():
-                terms[peer] = self._scratch[peer].view(dtype)[: end - begin]
-                read(self.pids[peer], addresses[peer] + begin * dtype.itemsize, terms[peer])
-            wide = self._scratch[self.notes.rank].view(out.dtype)[: end - begin]
-            sum_in_rank_order(terms, out[begin:end], self.notes.rank, wide)
+            chunk = [own[begin:end]] * self._size
+            for peer in self._peers:
+                chunk[peer] = self._scratch[peer].view(dtype)[: end - begin]
+                read(self._pids[peer], addresses[peer] + begin * dtype.itemsize, chunk[peer])
+            wide = self._scratch[self._rank].view(out.dtype)[: end - begin]
+            sum_in_rank_order(chunk, out[begin:end], self._rank, wide)
 
     def _read_slices(self, addresses: Sequence[int], slices: Sequence[Tensor]) -> None:
-        for peer in self.notes.peers():
-            read(self.pids[peer], addresses[peer], slices[peer])
+        for peer in self._peers:
+            read(self._pids[peer], addresses[peer], slices[peer])
+
+    def _tell(self, tag: int, phase: _Phase, buffer: Tensor | None = None) -> None:
+        address = 0 if buffer is None else buffer.data_ptr()
+        for peer in self._peers:
+            self._progress.tell_on_thread(peer, Note(tag, phase, address))
 
 
-class _Notes:
-    """One note of eight bytes from and to every peer."""
+class _Terms(NamedTuple):
+    """The terms of one sum: the own one, and the dtype of the peers'."""
 
-    def __init__(self, transport: DirectTransport, tag: int, phase: _Phase) -> None:
-        self._transport = transport
-        self._tag = tag * len(_Phase) + phase
-        self._received = torch.zeros(transport.size, dtype=torch.int64)
-        self._sent = torch.zeros(transport.size, dtype=torch.int64)
-        self._works = [
-            work
-            for peer in transport.peers()
-            for work in transport.receive(self._received[peer : peer + 1], peer, self._tag)
-        ]
-
-    def send(self, buffers: Sequence[Tensor]) -> None:
-        """Tell peer p where ``buffers[p]`` is."""
-        self._sent = torch.tensor([buffer.data_ptr() for buffer in buffers])
-        self._post()
-
-    def wait(self) -> list[int]:
-        """The addresses that the peers have told; also waits until the own notes have left."""
-        for work in self._works:
-            work.wait()
-        return self._received.tolist()
-
-    def exchange(self) -> None:
-        """Tell every peer, and wait to be told by all of them."""
-        self._post()
-        self.wait()
-
-    def _post(self) -> None:
-        for peer in self._transport.peers():
-            note = self._sent[peer : peer + 1]
-            self._works += self._transport.send(note, peer, self._tag)
-
-
-class _Terms:
-    """Slice p of ``slices`` is for rank p; this rank's terms are summed into ``out``."""
-
-    def __init__(
-        self,
-        transport: CrossMemoryTransport,
-        slices: Sequence[Tensor],
-        out: Tensor,
-        tag: int,
-        wire_dtype: torch.dtype,
-    ) -> None:
-        notes = transport.notes
-        self._transport = transport
-        self._own = slices[notes.rank]
-        self._out = out
-        self._wire_dtype = wire_dtype
-        self._ready, self._done = (
-            _Notes(notes, tag, phase) for phase in (_Phase.READY, _Phase.DONE)
-        )
-        self._arena = notes.arena
-        self._narrow: Tensor | None = None
-        if self._own.dtype != wire_dtype:
-            numels = [part.numel() for part in slices]
-            self._narrow = self._arena.lease(sum(numels), wire_dtype)
-            narrow = self._narrow.split(numels)
-            for peer in notes.peers():
-                narrow[peer].copy_(slices[peer])
-            slices = narrow
-        self._ready.send(slices)
-
-    def add_up(self) -> None:
-        """Sum when every peer is ready; on the progress thread."""
-        addresses = self._ready.wait()
-        self._transport.add_up(addresses, self._own, self._out, self._wire_dtype)
-
-    def end(self) -> None:
-        """Return when every peer has read its slice; on the progress thread."""
-        self._done.exchange()
-
-    def release(self) -> None:
-        """Give leases back; on the thread that leased them."""
-        if self._narrow is not None:
-            self._arena.give_back(self._narrow)
+    own: Tensor
+    dtype: torch.dtype
 
 
 class _CrossMemoryWork:

@@ -10,14 +10,13 @@ MPICH" (2005), sec. 4.3.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onefold.wire.buffer import Arena
-from onefold.wire.transports.base import Work, sum_in_rank_order
+from onefold.wire.transports.base import Work, cut, peers_of, sum_in_rank_order
 
 
 class DirectTransport:
@@ -57,11 +56,6 @@ class DirectTransport:
     def close(self) -> None:
         """See ``Transport.close``; the group's threads end with it."""
 
-    def cut(self, buffer: Tensor) -> list[Tensor]:
-        """``buffer`` in as many nearly equal slices as there are ranks."""
-        cuts = [buffer.numel() * part // self.size for part in range(self.size + 1)]
-        return [buffer[begin:end] for begin, end in pairwise(cuts)]
-
     def send(self, buffer: Tensor, peer: int, tag: int) -> list[dist.Work]:
         """Start sending; nothing is sent for an empty buffer."""
         return self._started(dist.isend, buffer, tag, group_dst=peer)
@@ -77,10 +71,6 @@ class DirectTransport:
         work = start(buffer, group=self._group, tag=tag, **peer)
         assert isinstance(work, dist.Work), "this rank is not part of the group"
         return [work]
-
-    def peers(self) -> list[int]:
-        """The other ranks, nearest first, so that not everybody starts with rank 0."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class _RankOrderedSum:
@@ -98,7 +88,7 @@ class _RankOrderedSum:
         self._out = out
         self._rank = transport.rank
         own = slices[transport.rank]
-        peers = transport.peers()
+        peers = peers_of(transport.rank, transport.size)
         self._is_wide = own.dtype == wire_dtype == out.dtype
         self._received = self._arena.lease(len(peers) * own.numel(), wire_dtype)
         self._leased = [self._received]
@@ -143,9 +133,9 @@ class _Gather:
     ) -> None:
         self._works: list[dist.Work] = []
         self._shard = shard  # alive until the sends have ended
-        for peer in transport.peers():
+        for peer in peers_of(transport.rank, transport.size):
             self._works += transport.receive(slices[peer], peer, tag)
-        for peer in transport.peers():
+        for peer in peers_of(transport.rank, transport.size):
             self._works += transport.send(shard, peer, tag)
         own = slices[transport.rank]
         if own.data_ptr() != shard.data_ptr():
@@ -166,7 +156,7 @@ class _AllReduce:
         self._buffer = buffer
         self._tag = tag
         self._wire_dtype = wire_dtype
-        slices = transport.cut(buffer)
+        slices = cut(buffer, transport.size)
         self._sum = _RankOrderedSum(transport, slices, slices[transport.rank], tag, wire_dtype)
 
     def wait(self) -> None:
@@ -177,10 +167,12 @@ class _AllReduce:
         # The owner, too, takes the rounded sum: all ranks hold the same.
         with self._transport.arena.leased(self._buffer.numel(), self._wire_dtype) as narrow:
             rank = self._transport.rank
-            self._transport.cut(narrow)[rank].copy_(self._transport.cut(self._buffer)[rank])
+            cut(narrow, self._transport.size)[rank].copy_(
+                cut(self._buffer, self._transport.size)[rank]
+            )
             self._gather(narrow)
             self._buffer.copy_(narrow)
 
     def _gather(self, buffer: Tensor) -> None:
-        slices = self._transport.cut(buffer)
+        slices = cut(buffer, self._transport.size)
         _Gather(self._transport, slices[self._transport.rank], slices, self._tag).wait()
