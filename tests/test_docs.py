@@ -51,6 +51,7 @@ RECIPES = {
     "fp16": "0\n",  # no step was skipped
     "MoE": "'moe.experts.experts.3.weight'",
     "across": "4 backward(s), 16 all_gather, 2 all_reduce, 8 reduce_scatter",
+    "max_bytes": "4 backward(s), 12 all_gather, 42 reduce_scatter",
     "PipelineStage": "backward(s), 2 reduce_scatter",
     "peft": "window flushed: 4 backward(s)",
 }

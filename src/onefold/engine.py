@@ -66,13 +66,9 @@ class Engine:
             parts, self._backwards, self._accumulation, unsharder, self._divisor
         )
         publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
+        accumulation, scaler = self._accumulation, self.loss_scaler
         self._stepper = Stepper(
-            parts,
-            self._transaction,
-            self._accumulation,
-            self.loss_scaler,
-            publish_order,
-            lr_scheduler,
+            parts, self._transaction, accumulation, scaler, publish_order, lr_scheduler
         )
         self._optimizer_hooks = self._stepper.adopt(drop=self._drop)
 
@@ -179,7 +175,11 @@ class Engine:
     # -- scopes --------------------------------------------------------------------------------
 
     def coalesce_grad_reduction(
-        self, *, backwards: int | None = None, across: Literal["replicate"] | None = None
+        self,
+        *,
+        backwards: int | None = None,
+        across: Literal["replicate"] | None = None,
+        max_bytes: int | None = None,
     ) -> GradWindow:
         """A window: any number of backwards, on any rank, and one reduction per unit.
 
@@ -195,28 +195,28 @@ class Engine:
                 where gradients are Shard every backward still reduces over the shard axis as it
                 goes, so all ranks run the same backwards through the same units, and parameters
                 are not resident. The window holds 1/W of the gradients.
+            max_bytes: the most that is held above what is held between steps; the same on all
+                ranks. Parameters are kept first, then gradients; each backward gathers or reduces
+                what does not fit, as outside of windows, so through that all ranks run the same
+                backwards. Nothing is armed unless all fits on the wire at once. A scope inside
+                without a limit keeps everything. ``budget.py`` says what is counted. No effect
+                where gradients are Partial.
 
         Returns:
             A context manager that yields itself, a ``GradWindow``, as report.
 
         Raises:
-            ValueError: ``backwards`` is below 1, or given with ``across``; or ``across`` on a mesh
-                without a replicate axis, where gradients are Shard.
+            ValueError: ``backwards`` is below 1; ``across`` with one of the others, or on a mesh
+                without a replicate axis, where gradients are Shard; or ``max_bytes`` is below the
+                least possible, which the message says.
             WindowAborted: at the end, on every rank but those whose own error propagates.
-            RankMismatchError: at the end, if ranks stand at different places.
-        Communication: entry: one all-gather per sharded unit. End: one exchange, and one reduction
-            per pending unit where gradients are Shard.
-        Memory: all gradients in the accumulation dtype, and all parameters.
+            RankMismatchError: ranks stand at different places, or ``max_bytes`` differs.
+        Communication: entry: with ``max_bytes`` one exchange; one all-gather per sharded unit that
+            is kept. End: one exchange, one reduction per pending unit where gradients are Shard.
+        Memory: all gradients in the accumulation dtype, and all parameters; or ``max_bytes``.
         """
-        defers_nothing = self.plan.home.shards_gradients and self.plan.num_replicas == 1
-        if across is not None and defers_nothing and self._world.size > 1:
-            raise ValueError(
-                "coalesce_grad_reduction(across='replicate'): expected a mesh with a 'replicate' "
-                f"axis, got all {self._world.size} ranks on the shard axis, where this would defer "
-                "nothing. Pass initialize(mesh=) with the axes 'replicate' and 'shard', or leave "
-                "across out."
-            )
-        return GradWindow(self._transaction.open, self._transaction.close, backwards, across)
+        kept = self._transaction.budget.of_window(backwards, across, max_bytes)
+        return GradWindow(self._transaction.open, self._transaction.close, kept, backwards)
 
     def no_sync(self) -> NoSync:
         """A scope whose gradients stay local, also after its end, until the next reduction.
@@ -224,7 +224,8 @@ class Engine:
         Communication: entry: one all-gather per sharded unit. End: none.
         Memory: as a window; the gradients stay until they are reduced.
         """
-        return NoSync(self._transaction.open, self._transaction.close)
+        everything = self._transaction.budget.everything
+        return NoSync(self._transaction.open, self._transaction.close, everything)
 
     # -- reduction and step --------------------------------------------------------------------
 
@@ -345,7 +346,7 @@ class Engine:
             StateError: gradients of its unit are still pending on some rank.
         Communication: one exchange and, over a shard axis, one all-gather of the unit's gradient.
         """
-        if self.plan.home.shards_gradients and not self._transaction.keeper.keeps():
+        if self.plan.home.shards_gradients and not self._transaction.keeper.units:
             self._transaction.reducer.finish_all()  # reduced as they went, and on their way
         return full_grad(
             param,

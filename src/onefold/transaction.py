@@ -9,15 +9,16 @@ gradients are Shard; where they are Partial they wait for ``step()``.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import NoReturn
 
 from onefold.backward import Backwards
+from onefold.budget import Budget
 from onefold.errors import StateError, WindowAborted, describe
 from onefold.grad.arming import Arming
-from onefold.grad.exchange import Agreement, Place, exchange
+from onefold.grad.exchange import Agreement, Place, compare_budgets, exchange
 from onefold.grad.hooks import ReadyHooks
-from onefold.grad.reduce import Reducer
+from onefold.grad.reduce import MAX_IN_FLIGHT, Reducer
 from onefold.grad.window import GradWindow, Keeper, NoSync, Scope
 from onefold.optim.accumulation import Accumulation
 from onefold.param.unshard import Unsharder
@@ -32,6 +33,7 @@ class Transaction:
     """The gradients of one engine between two steps.
 
     Attributes:
+        budget: what scopes may keep.
         keeper: the open scopes.
         reducer: the reductions on the wire.
         last_window: the last outermost window that ended.
@@ -46,6 +48,7 @@ class Transaction:
         unsharder: Unsharder,
         divisor: Callable[[], float],
     ) -> None:
+        self.budget = Budget(parts.plan, MAX_IN_FLIGHT)
         self.keeper = Keeper()
         self.last_window: GradWindow | None = None
         self.num_full = 0
@@ -69,7 +72,7 @@ class Transaction:
         self._hooks = ReadyHooks(
             self._trainable, backwards, self.keeper, self.reducer, self._arming
         )
-        self._hooks.attach()
+        self._hooks.watch(self._trainable)
         backwards.on_outermost_end.append(self._after_outermost_backward)
 
     def detach(self) -> None:
@@ -79,30 +82,43 @@ class Transaction:
     # -- scopes --------------------------------------------------------------------------------
 
     def open(self, scope: Scope) -> None:
-        """Open a scope; the first that keeps units makes parameters resident, binds gradients."""
-        starts_keeping = self.keeper.push(scope)
+        """Open a scope; what it is the first to keep becomes resident, or bound."""
+        blocks, units = self.keeper.blocks, self.keeper.units
+        everything = self.budget.everything
+        keeps_all = units == everything.units and blocks == everything.blocks
+        self.keeper.push(scope)
+        try:
+            if scope.kept.max_bytes is not None and not keeps_all:
+                compare_budgets(self._trainable, self._control, scope.kept.max_bytes)
+        except BaseException:
+            self.keeper.pop(scope)
+            raise
         if scope is self.keeper.outermost:
             self._mark = self._ledger.mark()
-        if not starts_keeping:
+        if self.keeper.blocks == blocks and self.keeper.units == units:
             return
         try:
-            self._unsharder.enter()
-            self._bind_all()
+            self._unsharder.enter(self.keeper.blocks - blocks)
+            self._bind_kept()
         except BaseException as error:  # out of memory on this rank, say: the others must hear
             self.close(scope, error)
             raise
 
-    def _bind_all(self) -> None:
-        """Where units are kept all are bound, and nobody watches unless a backward is armed."""
+    def _bind_kept(self) -> None:
+        """Units that are kept are bound, and nobody watches them unless a backward is armed."""
         for unit in self._trainable:
-            unit.gradients.bind()
-        self._hooks.detach()
+            if self.keeper.keeps(unit):
+                unit.gradients.bind()
+        self._watch()
+
+    def _watch(self) -> None:
+        self._hooks.watch([unit for unit in self._trainable if not self.keeper.keeps(unit)])
         self.watch_if_armed()
 
     def watch_if_armed(self) -> None:
-        """Attach the hooks if the next backward will be armed."""
+        """Watch every unit if the next backward will be armed."""
         if self._arming.expects:
-            self._hooks.attach()
+            self._hooks.watch(self._trainable)
 
     def close(self, scope: Scope, error: BaseException | None) -> None:
         """Close a scope whose body ended, with ``error`` if it raised; see ``GradWindow``."""
@@ -111,13 +127,14 @@ class Transaction:
             reason = None if error is None else describe(error)
             scope.failure = scope.failure or reason or self._backwards.failure
             scope.outcome = "kept"
-        lost = None
-        if self.keeper.ends_keeping(scope):
-            lost = self._leave()
-            if lost is not None:
-                scope.failure = scope.failure or describe(lost)
-            self._hooks.attach()
-        if self.keeper.pop(scope):
+        lost = self._leave(self.keeper.kept_only_by(scope))
+        if lost is not None:
+            scope.failure = scope.failure or describe(lost)
+        units = self.keeper.units
+        is_outermost = self.keeper.pop(scope)
+        if self.keeper.units != units:
+            self._watch()
+        if is_outermost:
             if isinstance(scope, NoSync):
                 if scope.failure is not None:
                     self._backwards.fail(scope.failure)
@@ -126,10 +143,10 @@ class Transaction:
         if lost is not None and error is None:
             raise lost
 
-    def _leave(self) -> RuntimeError | None:
-        """End the residency; a gather that never arrived must not keep us from the exchange."""
+    def _leave(self, blocks: Set[int]) -> RuntimeError | None:
+        """End a residency; a gather that never arrived must not keep us from the exchange."""
         try:
-            self._unsharder.leave()
+            self._unsharder.leave(blocks)
         except RuntimeError as error:
             return error
         return None
@@ -156,11 +173,15 @@ class Transaction:
             raise WindowAborted(rank, reason, window.backwards)
 
     def _report(self, window: GradWindow) -> None:
-        if window.keeps_units:
-            held = sum(unit.gradients.full_bytes for unit in self._trainable)
-            window.bytes_held = held + sum(u.full_bytes for u in self._units if u.frees_parameters)
-        else:
-            window.bytes_held = sum(unit.gradients.part_bytes for unit in self._trainable)
+        kept = window.kept
+        blocks = [self._plan.blocks[index] for index in kept.blocks]
+        full = [self._units[index] for block in blocks for index in block.units]
+        window.bytes_held = sum(unit.full_bytes for unit in full if unit.frees_parameters)
+        for unit in self._trainable:
+            if unit.index in kept.units:
+                window.bytes_held += unit.gradients.full_bytes
+            elif unit.spec.num_replicas > 1:
+                window.bytes_held += unit.gradients.part_bytes
         window.bytes_sent_per_backward = self._plan.bytes_per_backward(window.backwards)
         changes = self._ledger.since(self._mark)
         window.collectives = {kind: total.count for kind, total in changes.items()}
@@ -182,7 +203,7 @@ class Transaction:
             is_kth = self._accumulation.is_declared and self._accumulation.is_boundary
             return self._accumulation.is_marked or is_kth
         window = self.keeper.window
-        if window is None:
+        if window is None or not window.kept.arms:
             return False
         is_nth = window.declared_backwards == window.backwards + 1
         return is_nth or self._accumulation.is_marked
@@ -270,8 +291,8 @@ class Transaction:
         else:
             self._arming.reset()
         self._drop_untrained()
-        if self.keeper.keeps():
-            self._bind_all()
+        if self.keeper.units:
+            self._bind_kept()
 
     def _abandon(self) -> None:
         """Drop everything since the last step, on every rank, and forget why."""

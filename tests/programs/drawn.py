@@ -5,11 +5,13 @@ A program is a list of plain tuples, so that it pickles and prints:
     ("backward", k, masks, api, wild)   which parameters a rank uses; who feeds inf or nan
     ("unscaled", k, masks, api)         fp16: a backward that forgets the loss scale
     ("window" | "across" | "no_sync", declared backwards, body)
+    ("budget", rung, body)              a window with max_bytes that picks this rung of the ladder
     ("zero", api), ("forget", bit), ("boundary", flag), ("reduce",), ("step",)
     ("fail", ranks)                     these ranks leave the innermost window by an exception
 
-Inside scopes that keep units ranks run different backwards; outside of them, and in an ``across``
-window alone, where a backward reduces over the shard axis as it goes, they run the same.
+Inside scopes that keep everything ranks run different backwards; outside of them, and in ``across``
+and ``budget`` windows alone, where a backward reduces over the shard axis as it goes, they run the
+same.
 """
 
 from collections.abc import Iterator
@@ -140,7 +142,7 @@ class Writer:
         self._draw = draw
         # On one axis there is nothing to defer across where gradients are sharded: refused.
         defers = setting.world_size in (1, 4) or setting.stage < 2
-        self._scopes = ["window", "window", "no_sync", *(["across"] if defers else [])]
+        self._scopes = ["window", "window", "no_sync", "budget", *(["across"] if defers else [])]
         self._world_size = setting.world_size
         self._is_scaled = setting.precision.is_scaled
         # Gradients that were read are divided, and must come back when more are added.
@@ -203,9 +205,10 @@ class Writer:
         return ("backward", k, masks, api, wild)
 
     def _scope(self, kind: str, depth: int, is_even: bool) -> Op:
-        is_even = is_even and kind == "across"
-        declared = self._draw(st.none() | st.integers(1, 3)) if kind == "window" else None
-        return (kind, declared, self._body(depth + 1, is_even, may_fail=kind != "no_sync"))
+        is_even = is_even and kind in ("across", "budget")
+        number = {"window": st.none() | st.integers(1, 3), "budget": st.integers(0, 4)}
+        drawn = self._draw(number.get(kind, st.none()))
+        return (kind, drawn, self._body(depth + 1, is_even, may_fail=kind != "no_sync"))
 
     def _some_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self._draw(st.sets(st.integers(0, self._world_size - 1)))))

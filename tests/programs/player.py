@@ -1,7 +1,7 @@
 """What one rank does with a program: its own side of it, on a real engine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.grad.window import GradWindow
 from tests.harness import RankContext
 from tests.programs.drawn import Op, Setting
 from tests.rig import start
@@ -98,6 +99,16 @@ class Player:
 
     def across(self, _: None, body: list[Op]) -> None:
         self._scope(self.engine.coalesce_grad_reduction(across="replicate"), body)
+
+    def budget(self, rung: int, body: list[Op]) -> None:
+        """A rung by its number: of so few blocks ``max_bytes`` would always keep everything."""
+        scopes = self.engine._transaction
+        if not self.engine.plan.home.shards_gradients:
+            self._scope(self.engine.coalesce_grad_reduction(max_bytes=1), body)
+            return
+        ladder = scopes.budget.ladder()
+        kept = replace(ladder[rung % len(ladder)].kept, max_bytes=1 + rung)
+        self._scope(GradWindow(scopes.open, scopes.close, kept, None), body)
 
     def no_sync(self, _: None, body: list[Op]) -> None:
         self._scope(self.engine.no_sync(), body)

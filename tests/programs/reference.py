@@ -77,7 +77,7 @@ class Reference:
 
     def play(self, ops: list[Op]) -> None:
         for op in ops:
-            if op[0] in ("window", "across", "no_sync"):
+            if op[0] in ("window", "across", "budget", "no_sync"):
                 self._scope(op[0], op[-1])
             else:
                 getattr(self, op[0])(*op[1:])

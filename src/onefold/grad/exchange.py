@@ -8,6 +8,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import chain
 from typing import Final, NamedTuple
 
 from onefold.errors import RankMismatchError
@@ -26,11 +27,17 @@ class Place(IntEnum):
     WINDOW_EXIT = 1
     STEP = 2
     REDUCE_GRADIENTS = 3
+    WINDOW_ENTRY = 4
 
     @property
     def call(self) -> str:
         """The call as the user wrote it."""
-        return ("the exit of coalesce_grad_reduction()", "step()", "reduce_gradients()")[self - 1]
+        return (
+            "the exit of coalesce_grad_reduction()",
+            "step()",
+            "reduce_gradients()",
+            "the entry of coalesce_grad_reduction(max_bytes=)",
+        )[self - 1]
 
 
 class Agreement(NamedTuple):
@@ -42,6 +49,28 @@ class Agreement(NamedTuple):
     """Units with something unreduced on any rank, in plan order."""
     is_touched: bool
     """Any parameter was touched on any rank since the last step."""
+
+
+def compare_budgets(units: Sequence[Unit], control: Control, max_bytes: int) -> None:
+    """Before the first gather of a window that keeps what fits, see that all ranks keep the same.
+
+    Raises:
+        RankMismatchError: ``max_bytes`` differs between ranks, or not all ranks are here. Raised on
+            every rank that is at an exchange.
+    Communication: one maximum, as long as that of ``exchange``, which other ranks may be at.
+    """
+    place, said = Place.WINDOW_ENTRY, _hash(max_bytes)
+    last, first, most, least, *_ = control.largest(
+        [place, -place, said, -said, 0, *chain.from_iterable(_flags(units))]
+    )
+    if last != -first:
+        raise _different_places(control, place)
+    if most != -least:
+        raise RankMismatchError(
+            "coalesce_grad_reduction(max_bytes=): expected the same on every rank, because it "
+            f"decides who gathers what, got {control.gather(max_bytes)} in the order of the ranks. "
+            "Pass the smallest of them on every rank."
+        )
 
 
 def exchange(
@@ -65,10 +94,7 @@ def exchange(
     """
     launched = _hash([launch[:2] for launch in reducer.log])
     head = [place, -place, launched, -launched, int(failure is not None)]
-    pending = _pending(units)
-    drops = _drops(units)
-    touched = _by_holder(units, [[int(t) for t in unit.gradients.touched] for unit in units])
-    voids = _by_holder(units, [unit.gradients.voids for unit in units])
+    pending, drops, touched, voids = _flags(units)
     said = [*head, *pending, *drops, *touched, *voids]
     last, first, more, fewer, failed, *flags = control.largest(said)
     if last != -first:
@@ -116,6 +142,17 @@ def _different_places(control: Control, place: Place) -> RankMismatchError:
     return RankMismatchError(
         f"ranks came to an exchange at different places: {places}. Every rank must open and close "
         "the same windows and call step() equally often."
+    )
+
+
+def _flags(units: Sequence[Unit]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """What this rank says of its gradients: pending, drops, touched, voids."""
+    touched = [[int(is_touched) for is_touched in unit.gradients.touched] for unit in units]
+    return (
+        _pending(units),
+        _drops(units),
+        _by_holder(units, touched),
+        _by_holder(units, [unit.gradients.voids for unit in units]),
     )
 
 

@@ -1,14 +1,15 @@
 """Station 1, ready. From: autograd. To: ``grad/window``'s question, then ``grad/reduce``.
 
-Two hooks per trainable parameter, attached only where somebody waits for them: outside scopes, and
-for the armed backward of a window. Inside an open window nothing runs per parameter.
+Two hooks per trainable parameter, attached only where somebody waits for them: of units that no
+open scope keeps, and for the armed backward of a window. Of units that are kept nothing runs per
+parameter.
 
 The first runs before autograd accumulates and binds the unit's gradients, so that what follows is
 accumulated in place. The second runs after, and counts: a unit is complete when the last of its
 parameters that require gradients is ready in this backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -42,43 +43,43 @@ class ReadyHooks:
         self._ready: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._awaited: dict[int, int] = {}
         self._streams = _Streams(units[0].spec.device if units else torch.device("cpu"))
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}  # by unit
         backwards.on_begin.append(self._begin)
 
-    def attach(self) -> None:
-        """Watch every trainable parameter."""
-        if self._handles:
-            return
-        for unit in self._units:
-            for index, param in enumerate(unit.params):
-                self._handles += _hooks(
-                    param,
-                    before=partial(self._before, unit, index),
-                    after=partial(self._after, unit, index),
-                )
-
-    def detach(self) -> None:
-        """Watch nothing: gradients are bound and nobody waits."""
+    def watch(self, units: Iterable[Unit]) -> None:
+        """Watch the parameters of ``units``, and no others: their gradients are bound."""
         if self._backwards.wants_scaled:
-            return  # somebody always waits: a backward that is not scaled must be refused
-        self.remove()
+            units = self._units  # somebody always waits: an unscaled backward must be refused
+        wanted = {unit.index: unit for unit in units}
+        for index in self._handles.keys() - wanted.keys():
+            _remove(self._handles.pop(index))
+        for index in wanted.keys() - self._handles.keys():
+            self._handles[index] = self._attached(wanted[index])
 
     def remove(self) -> None:
         """Take the hooks off the user's parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            _remove(self._handles.popitem()[1])
+
+    def _attached(self, unit: Unit) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for index, param in enumerate(unit.params):
+            handles += _hooks(
+                param,
+                before=partial(self._before, unit, index),
+                after=partial(self._after, unit, index),
+            )
+        return handles
 
     def _begin(self, task: int) -> None:
         for ready in self._ready.values():
             ready.clear()
         self._streams.clear()
-        if self._handles:
-            # What the user did to `.grad` since the last backward; later it could not be told from
-            # what autograd does in this one.
-            for unit in self._units:
-                if unit.gradients.grad_full is not None:
-                    unit.gradients.collect(keeps_graph=self._backwards.keeps_graph)
+        # What the user did to `.grad` since the last backward; later it could not be told from
+        # what autograd does in this one.
+        for unit in self._units:
+            if unit.index in self._handles and unit.gradients.grad_full is not None:
+                unit.gradients.collect(keeps_graph=self._backwards.keeps_graph)
         self._arming.begin(task)
 
     def _before(self, unit: Unit, index: int, _grad: Tensor) -> None:
@@ -99,7 +100,7 @@ class ReadyHooks:
         task = self._backwards.observe()
         unit.gradients.absorb(index)
         self._streams.note()
-        if self._keeper.keeps() or not unit.spec.home.shards_gradients:
+        if self._keeper.keeps(unit) or not unit.spec.home.shards_gradients:
             if self._arming.watches(task) and self._completes(unit, index):
                 self._streams.join()
                 self._arming.ready(unit)
@@ -107,8 +108,8 @@ class ReadyHooks:
             self._ready[unit.index].clear()
             self._streams.join()
             unit.gradients.collect()
-            self._reducer.make_room()
-            self._reducer.launch(unit, crosses=self._keeper.crosses())
+            self._reducer.make_room(unit)
+            self._reducer.launch(unit, crosses=self._keeper.crosses(unit))
 
     def _completes(self, unit: Unit, index: int) -> bool:
         ready = self._ready[unit.index]
@@ -142,6 +143,11 @@ class _Streams:
     def clear(self) -> None:
         """Another backward begins."""
         self._seen.clear()
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _hooks(

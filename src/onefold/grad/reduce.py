@@ -54,7 +54,8 @@ class Reduction:
 
     def cross(self) -> None:
         """When the sum over the shard axis is there, start the one over the replicate axis."""
-        if self.crosses and not self.is_crossing:
+        has_peers = self.unit.spec.num_replicas > 1  # else nobody waits for the sum before its turn
+        if self.crosses and has_peers and not self.is_crossing:
             self.is_crossing = True
             self.handle.wait()
             spec = self.unit.spec
@@ -113,9 +114,12 @@ class Reducer:
             reduction.cross()
         self._in_flight.append(reduction)
 
-    def make_room(self) -> None:
-        """Finish the oldest reductions until there is room for one more on the wire."""
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
+    def make_room(self, unit: Unit) -> None:
+        """Finish the oldest reductions until there is room for ``unit``, which goes once at a time.
+
+        Memory: of no unit two full gradients are on the wire.
+        """
+        while len(self._in_flight) >= MAX_IN_FLIGHT or self.is_in_flight(unit):
             self._finish_oldest()
 
     def finish_all(self) -> None:
@@ -129,14 +133,14 @@ class Reducer:
         Everything that was launched before has arrived.
         """
         for unit in units:
-            self.make_room()
+            self.make_room(unit)
             # Where something waits to cross already, this goes along with it.
             self.launch(unit, crosses=unit.gradients.grad_part is None)
         self.finish_all()
         for unit in self._units:
             part = unit.gradients.take_part()
             if part is not None:
-                self.make_room()
+                self.make_room(unit)
                 voids = tuple(unit.gradients.voids)
                 deferred = Reduction(unit, None, part, Handle(unit.wire), True, voids)
                 deferred.cross()

@@ -1,16 +1,19 @@
 """Station 2, keep or reduce. From: ``grad/hooks`` (a unit is ready). To: ``grad/reduce``.
 
-A scope is a temporary change of placement: while one is open gradients stay Partial, on both axes
-of the mesh or, with ``across="replicate"``, on the replicate axis alone. The outermost scope
+A scope is a temporary change of placement: while one is open the gradients of the units that it
+keeps stay Partial, on both axes of the mesh, and those of the others, on the replicate axis alone.
+What is kept is data (``budget.py``): everything, or as much as ``max_bytes`` allows, or, with
+``across="replicate"``, nothing. Where scopes nest, what any of them keeps is kept. The outermost
 decides what its end does: a ``GradWindow`` flushes, a ``NoSync`` leaves the gradients Partial.
 Where *backward* runs decides, never where forward ran.
 """
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal
 
+from onefold.budget import Kept
 from onefold.errors import StateError
+from onefold.unit import Unit
 
 
 class Scope:
@@ -18,18 +21,19 @@ class Scope:
 
     Attributes:
         failure: why the scope is doomed, in words; None while all is well.
-        keeps_units: gradients stay Partial on the shard axis, too, and parameters resident.
+        kept: whose gradients stay Partial on the shard axis, too, and whose parameters unsharded.
     """
 
     call = "scope"
-    keeps_units = True
 
     def __init__(
         self,
         on_open: Callable[["Scope"], None],
         on_close: Callable[["Scope", BaseException | None], None],
+        kept: Kept,
     ) -> None:
         self.failure: str | None = None
+        self.kept = kept
         self._on_open = on_open
         self._on_close = on_close
 
@@ -60,7 +64,8 @@ class GradWindow(Scope):
         collectives: data collectives started between its opening and its end, by kind.
         bytes_sent: bytes this rank sent in them.
         bytes_sent_per_backward: what the same backwards would have sent without the window.
-        bytes_held: most bytes of full gradients and parameters it kept.
+        bytes_held: bytes of full gradients and parameters it kept, and of sums that wait for its
+            end; what only passes through is not among them.
         exposed_ms: milliseconds this rank stood still for the wire.
         outcome: ``open``, ``flushed``, ``kept`` (nested, or gradients wait for step()) or
             ``aborted``.
@@ -72,22 +77,10 @@ class GradWindow(Scope):
         self,
         on_open: Callable[[Scope], None],
         on_close: Callable[[Scope, BaseException | None], None],
+        kept: Kept,
         declared_backwards: int | None,
-        across: Literal["replicate"] | None = None,
     ) -> None:
-        super().__init__(on_open, on_close)
-        if across not in (None, "replicate"):
-            raise ValueError(
-                f"coalesce_grad_reduction(across=): expected 'replicate' or None, got {across!r}. "
-                "Leave it out to defer the whole reduction."
-            )
-        if across is not None and declared_backwards is not None:
-            raise ValueError(
-                "coalesce_grad_reduction(across='replicate', backwards=n): with across= every "
-                "backward reduces over the shard axis as it goes, so there is nothing to arm. "
-                "Leave one of the two out."
-            )
-        self.keeps_units = across is None
+        super().__init__(on_open, on_close, kept)
         if declared_backwards is not None and declared_backwards < 1:
             raise ValueError(
                 f"coalesce_grad_reduction(backwards=): expected at least 1, got "
@@ -118,10 +111,17 @@ class GradWindow(Scope):
 
 
 class Keeper:
-    """The stack of open scopes of one engine, and the one question it answers."""
+    """The stack of open scopes of one engine, and the one question it answers.
+
+    Attributes:
+        blocks: blocks whose parameters some open scope keeps.
+        units: units whose gradients some open scope keeps.
+    """
 
     def __init__(self) -> None:
         self._scopes: list[Scope] = []
+        self.blocks: frozenset[int] = frozenset()
+        self.units: frozenset[int] = frozenset()
 
     @property
     def outermost(self) -> Scope | None:
@@ -134,20 +134,20 @@ class Keeper:
         outermost = self.outermost
         return outermost if isinstance(outermost, GradWindow) else None
 
-    def keeps(self) -> bool:
-        """Whether a unit that is ready stays Partial on the shard axis."""
-        return any(scope.keeps_units for scope in self._scopes)
+    def keeps(self, unit: Unit) -> bool:
+        """Whether ``unit``, when it is ready, stays Partial on the shard axis."""
+        return unit.index in self.units
 
-    def crosses(self) -> bool:
-        """Whether a unit that is ready is summed over the replicate axis, too."""
-        return not self._scopes
+    def crosses(self, unit: Unit) -> bool:
+        """Whether ``unit``, which leaves as it is ready, is summed over the replicate axis, too."""
+        return not self._scopes or unit.spec.num_replicas == 1
 
-    def ends_keeping(self, scope: Scope) -> bool:
-        """Whether without ``scope``, the innermost, nothing keeps units any more."""
-        return scope.keeps_units and not any(other.keeps_units for other in self._scopes[:-1])
+    def kept_only_by(self, scope: Scope) -> frozenset[int]:
+        """The blocks whose parameters ``scope``, the innermost, keeps and no other does."""
+        return scope.kept.blocks.difference(*(other.kept.blocks for other in self._scopes[:-1]))
 
-    def push(self, scope: Scope) -> bool:
-        """Open ``scope``; True if it is the first of the open ones that keeps units.
+    def push(self, scope: Scope) -> None:
+        """Open ``scope``.
 
         Raises:
             StateError: the same scope object was opened before.
@@ -156,15 +156,19 @@ class Keeper:
             raise StateError(
                 f"{scope.call}: this scope was opened before; call {scope.call} again for a new one"
             )
-        kept = self.keeps()
         self._scopes.append(scope)
-        return self.keeps() and not kept
+        self._unite()
 
     def pop(self, scope: Scope) -> bool:
         """Close ``scope``; True if it was the outermost. A window's failure dooms the outermost."""
         assert self._scopes[-1] is scope, "with-blocks end in the opposite order of their beginning"
         self._scopes.pop()
+        self._unite()
         if self._scopes and isinstance(scope, GradWindow) and scope.failure is not None:
             outermost = self._scopes[0]
             outermost.failure = outermost.failure or scope.failure
         return not self._scopes
+
+    def _unite(self) -> None:
+        self.blocks = frozenset().union(*(scope.kept.blocks for scope in self._scopes))
+        self.units = frozenset().union(*(scope.kept.units for scope in self._scopes))

@@ -78,11 +78,11 @@ class ModuleHooks:
             self._backwards.settle()
             if not any(self._depth.values()):
                 self._unsharder.start_pass()
-        watches = torch.is_grad_enabled() and not self._unsharder.is_resident
+        watches = torch.is_grad_enabled()
         for block in self._blocks_of[module]:
             if not self._depth[block]:
                 self._uses[block] += 1
-                if watches:
+                if watches and block not in self._unsharder.resident:
                     # Now, not after: a forward may put its outputs into a dict that it was given.
                     self._watch_inputs(block, args, kwargs)
             self._depth[block] += 1

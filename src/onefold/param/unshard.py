@@ -1,13 +1,13 @@
 """Station 0, unshard. From: a sharded unit. To: the module's forward and backward.
 
 Outside scopes a unit is gathered before its block's forward and backward and freed after; the next
-one is gathered ahead, in the order that was seen last time. Inside a scope every unit is resident:
-gathered once at entry, in plan order, and freed at the end.
+one is gathered ahead, in the order that was seen last time. Blocks that a scope keeps are resident:
+gathered once at entry, in plan order, and freed at the end. The others go as outside.
 
 Where parameters are Replicate all of this is counting, and nothing is sent or freed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from onefold.plan import Block
 from onefold.unit import Unit
@@ -17,7 +17,7 @@ class Unsharder:
     """Holds blocks for forwards and backwards, and gathers one ahead.
 
     Attributes:
-        is_resident: every unit is held by a scope.
+        resident: the blocks that are held by a scope.
     """
 
     def __init__(self, blocks: Sequence[Block], units: Sequence[Unit]) -> None:
@@ -29,50 +29,55 @@ class Unsharder:
         self._backward_holds: dict[int, dict[int, set[int]]] = {}  # task, block, uses
         self._kept: set[int] = set()
         self._regraphed: set[int] = set()
-        self.is_resident = False
+        self._ahead: int | None = None  # the block that was gathered ahead last
+        self.resident: set[int] = set()
         # Registration order: what forward uses first comes first.
         self.gather_order = [unit for block in reversed(self._block_units) for unit in block]
-        self._root_units = [
-            units[index] for block in blocks if block.is_root for index in block.units
-        ]
 
     # -- a scope's entry and end ------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Make every unit resident; only the root block is waited for.
+    def enter(self, entering: Set[int]) -> None:
+        """Make blocks resident; only the root block is waited for.
 
-        Communication: one all-gather per sharded unit, in plan order on every rank.
+        Communication: one all-gather per sharded unit of theirs, in plan order on every rank.
         """
-        self.is_resident = True
-        for unit in self.gather_order:
+        self.resident |= entering
+        units = self._in_gather_order(entering)
+        for unit in units:
             unit.holds += 1
-        for unit in self.gather_order:
+        for unit in units:
             unit.start_unshard()
-        for unit in self._root_units:
-            # A custom method of the model may read these without any module's forward.
-            unit.finish_unshard()
+        for block in entering:
+            if self._blocks[block].is_root:
+                for unit in self._block_units[block]:
+                    # A custom method of the model may read these without any module's forward.
+                    unit.finish_unshard()
 
-    def leave(self) -> None:
-        """End the residency: parameters go home, which sends nothing."""
-        self.is_resident = False
+    def leave(self, leaving: Set[int]) -> None:
+        """End the residency of blocks: parameters go home, which sends nothing."""
+        self.resident -= leaving
         failures: list[RuntimeError] = []
-        for unit in self.gather_order:
+        for unit in self._in_gather_order(leaving):
             try:
                 unit.release()
             except RuntimeError as error:  # a gather that never arrived; the others go home too
                 failures.append(error)
-        self._forbid_graphs()
+        self._forbid_graphs(leaving)
         if failures:
             raise failures[0]
 
-    def _forbid_graphs(self) -> None:
+    def _in_gather_order(self, blocks: Set[int]) -> list[Unit]:
+        return [unit for block in sorted(blocks, reverse=True) for unit in self._block_units[block]]
+
+    def _forbid_graphs(self, leaving: Set[int]) -> None:
         """Graphs that ``create_graph`` made in the scope end with it; torch refuses their use.
 
         They are not kept, because inside scopes ranks may run different backwards, and then a
         later gather would have no partner.
         """
-        graphs, self._regraphed = self._regraphed - self._kept, set()
-        for block in graphs:
+        graphs = self._regraphed & leaving
+        self._regraphed -= leaving
+        for block in graphs - self._kept:
             for unit in self._block_units[block]:
                 if unit.frees_parameters:
                     unit.publish_version()
@@ -82,7 +87,8 @@ class Unsharder:
     def hold(self, block: int) -> None:
         """A forward of ``block`` begins."""
         units = self._block_units[block]
-        is_first = not any(unit.holds for unit in units)  # else a module around it came before
+        by_scope = int(block in self.resident)
+        is_first = all(unit.holds == by_scope for unit in units)  # else a module around it was
         for unit in units:
             unit.hold()
         if is_first:
@@ -111,8 +117,7 @@ class Unsharder:
         held[block] = {use}
         for unit in self._block_units[block]:
             unit.hold()
-        if not self.is_resident:
-            self._gather_ahead("backward", block)
+        self._gather_ahead("backward", block)
 
     def release_after_backward(self, block: int, use: int, task: int) -> None:
         """Backward ``task`` has left a use of ``block``."""
@@ -137,7 +142,7 @@ class Unsharder:
         stay unsharded: inside a scope as long as it is open, outside until the step, which ends
         every graph.
         """
-        if self.is_resident:
+        if block in self.resident:
             self._regraphed.add(block)
         elif block not in self._kept:
             self._kept.add(block)
@@ -154,15 +159,27 @@ class Unsharder:
 
     def _gather_ahead(self, direction: str, block: int) -> None:
         previous = self._last.get(direction)
-        if previous == block:
+        if previous == block or len(self.resident) == len(self._blocks):
             return
         if previous is not None:
             self._successor[direction, previous] = block
         self._last[direction] = block
+        following = self._next_to_gather(direction, block)
+        if self._ahead is not None and self._ahead not in (block, following):
+            for unit in self._block_units[self._ahead]:
+                unit.reshard()  # unless somebody holds it: the order was another one this time
+        self._ahead = following
+        for unit in self._block_units[following] if following is not None else []:
+            unit.start_unshard()
+
+    def _next_to_gather(self, direction: str, block: int) -> int | None:
+        """The block after ``block`` in the order seen last time that is not resident."""
         following = self._successor.get((direction, block))
-        if following is not None:
-            for unit in self._block_units[following]:
-                unit.start_unshard()
+        seen = {block}
+        while following in self.resident and following not in seen:
+            seen.add(following)
+            following = self._successor.get((direction, following))
+        return None if following in seen else following
 
     def _free_unused(self) -> None:
         for unit in self._units:
