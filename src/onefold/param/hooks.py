@@ -3,7 +3,9 @@
 Every module that owns parameters of a block, and the block's own module, carries the same pair of
 forward hooks, so that a call of the model, of a block or of any submodule is equally right. The
 hook after forward leaves hooks on the outputs, which hold the block before its backward; before the
-outermost forward of a block hooks are left on its inputs, which release it after.
+outermost forward of a block hooks are left on its inputs, which release it after. Where nothing
+will be freed before the backward (in a window, or because parameters are Replicate) the outputs of
+the outermost forward are enough, and modules inside it cost next to nothing.
 
 An input was made before the block's forward, so autograd, which runs the latest node first, has run
 all of the block when the gradient of any non-leaf input is complete. Where no input needs a
@@ -44,6 +46,11 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
         self._blocks_of: dict[nn.Module, list[int]] = {}
         self._freed: dict[nn.Module, list[Unit]] = {}
+        self._freeing = {  # blocks
+            index
+            for index, block in enumerate(blocks)
+            if any(units[i].frees_parameters for i in block.units)
+        }
         for index, block in enumerate(blocks):
             for module in dict.fromkeys(block.modules):
                 self._blocks_of.setdefault(module, []).append(index)
@@ -74,12 +81,17 @@ class ModuleHooks:
         ]
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        blocks = self._blocks_of[module]
+        if self._is_nested(blocks):
+            for block in blocks:
+                self._depth[block] += 1
+            return
         if self._backwards.observe() == NOT_RUNNING:  # else this is a recompute or a replay
             self._backwards.settle()
             if not any(self._depth.values()):
                 self._unsharder.start_pass()
         watches = torch.is_grad_enabled()
-        for block in self._blocks_of[module]:
+        for block in blocks:
             if not self._depth[block]:
                 self._uses[block] += 1
                 if watches and block not in self._unsharder.resident:
@@ -90,15 +102,26 @@ class ModuleHooks:
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         blocks = self._blocks_of[module]
-        watched = torch.is_grad_enabled() and output is not None
-        if watched:
+        for block in blocks:
+            self._depth[block] -= 1
+        is_nested = self._is_nested(blocks)
+        if torch.is_grad_enabled() and not (is_nested and self._stay(blocks)):
             uses = [(block, self._uses[block]) for block in blocks]
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_BeforeBackward(self, uses))
-        for block in blocks:
-            self._depth[block] -= 1
-            self._unsharder.release(block)
+        if not is_nested:
+            for block in blocks:
+                self._unsharder.release(block)
+
+    def _is_nested(self, blocks: Sequence[int]) -> bool:
+        """A forward around this one holds all of ``blocks`` already."""
+        return all(self._depth[block] for block in blocks)
+
+    def _stay(self, blocks: Sequence[int]) -> bool:
+        """Nothing of ``blocks`` is freed when their forward ends."""
+        resident = self._unsharder.resident
+        return all(block in resident or block not in self._freeing for block in blocks)
 
     def _watch_inputs(self, block: int, args: Any, kwargs: Any) -> None:
         seen = {id(t): t for t in _tensors((args, kwargs)) if t.requires_grad and not t.is_leaf}
