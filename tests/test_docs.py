@@ -53,6 +53,7 @@ RECIPES = {
     "across": "4 backward(s), 16 all_gather, 2 all_reduce, 8 reduce_scatter",
     "max_bytes": "4 backward(s), 12 all_gather, 42 reduce_scatter",
     "PipelineStage": "backward(s), 2 reduce_scatter",
+    "explain()": "without a window: n x",
     "peft": "window flushed: 4 backward(s)",
 }
 

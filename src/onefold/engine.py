@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.backward import Backwards
-from onefold.experts import expert_parallel_modules
+from onefold.explain import explain
 from onefold.grad.exchange import Place
 from onefold.grad.full import full_grad
 from onefold.grad.window import GradWindow, NoSync
@@ -24,7 +24,6 @@ from onefold.parts import Parts
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 from onefold.wire.ledger import Ledger
-from onefold.wire.mesh import leave_world
 
 
 class Engine:
@@ -65,10 +64,9 @@ class Engine:
         self._transaction = Transaction(
             parts, self._backwards, self._accumulation, unsharder, self._divisor
         )
-        publish_order = [u for u in unsharder.gather_order if u.spec.is_trainable]
-        accumulation, scaler = self._accumulation, self.loss_scaler
+        published = [unit for unit in unsharder.gather_order if unit.spec.is_trainable]
         self._stepper = Stepper(
-            parts, self._transaction, accumulation, scaler, publish_order, lr_scheduler
+            parts, self._transaction, self._accumulation, self.loss_scaler, published, lr_scheduler
         )
         self._optimizer_hooks = self._stepper.adopt(drop=self._drop)
 
@@ -323,6 +321,18 @@ class Engine:
 
     # -- reading -------------------------------------------------------------------------------
 
+    def explain(self) -> str:
+        """What was decided at construction, in words, on one screen; the same until ``destroy``.
+
+        Ranks and axes; units with their sizes in bytes and dtypes; for every axis the transport and
+        why, by what algorithm gradients are summed, and whether in rank order; bytes that this rank
+        holds, and sends per step, with a window and without.
+
+        Communication: none.
+        """
+        meshes = [wire.mesh for wire in self._parts.wires]
+        return explain(self.plan, meshes, self._world.rank, self._world.size)
+
     def get_global_grad_norm(self) -> float | None:
         """The norm of the averaged gradient before clipping; None before the first step.
 
@@ -346,15 +356,10 @@ class Engine:
             StateError: gradients of its unit are still pending on some rank.
         Communication: one exchange and, over a shard axis, one all-gather of the unit's gradient.
         """
+        reducer = self._transaction.reducer
         if self.plan.home.shards_gradients and not self._transaction.keeper.units:
-            self._transaction.reducer.finish_all()  # reduced as they went, and on their way
-        return full_grad(
-            param,
-            self._trainable,
-            self._transaction.reducer,
-            self._world.control,
-            self._divisor(),
-        )
+            reducer.finish_all()  # reduced as they went, and on their way
+        return full_grad(param, self._trainable, reducer, self._world.control, self._divisor())
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -391,10 +396,4 @@ class Engine:
         for handle in self._optimizer_hooks:
             handle.remove()
         master.release(self.optimizer)
-        for wire in self._parts.wires:
-            wire.mesh.destroy()
-        for _, experts in expert_parallel_modules(self.module):
-            experts.disconnect()
-        for exchange in self._parts.exchanges:
-            exchange.destroy()
-        leave_world(self._world)
+        self._parts.disconnect()

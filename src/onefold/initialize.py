@@ -1,5 +1,6 @@
 """``initialize``: from a model, an optimizer and a config to an engine whose ranks agree."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -296,7 +297,7 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
         prints = (
             prepared.config.fingerprint(),
             prepared.plan.fingerprint(),
-            _optimizer_described(prepared),
+            _digest(_optimizer_described(prepared)),  # every rank gets that of every other
         )
     rows = control.gather((reason, prints))
     if error is not None:
@@ -315,6 +316,10 @@ def _agree(control: Control, prepared: _Prepared | None, error: Exception | None
                     + _first_difference(differences[0], differences[rank])
                     + ". Build the same model and pass the same config on every rank."
                 )
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _optimizer_described(prepared: _Prepared) -> list[str]:

@@ -6,13 +6,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.config import Config
+from onefold.experts import expert_parallel_modules
 from onefold.plan import Plan
 from onefold.unit import Unit
 from onefold.wire.all_to_all import AllToAll
 from onefold.wire.buffer import Arena
 from onefold.wire.collectives import Collectives
 from onefold.wire.ledger import Ledger
-from onefold.wire.mesh import World
+from onefold.wire.mesh import World, leave_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,13 @@ class Parts:
     arena: Arena
     units: tuple[Unit, ...]
     optimizer: Optimizer
+
+    def disconnect(self) -> None:
+        """Free the groups."""
+        for wire in self.wires:
+            wire.mesh.destroy()
+        for _, experts in expert_parallel_modules(self.module):
+            experts.disconnect()
+        for exchange in self.exchanges:
+            exchange.destroy()
+        leave_world(self.world)

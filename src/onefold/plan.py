@@ -136,20 +136,10 @@ def build_plan(module: nn.Module, config: Config, trainable: Iterable[Tensor], g
     blocks, units = _units_of(module, groups, config, grid)
     told = tuple(note for note in notes if note)
     dense = grid.cut(DENSE, 0, shards=home.shards_optimizer)
-    num_shards, num_replicas = len(dense.shard.members), len(dense.replicate.members)
+    sizes = len(dense.shard.members), len(dense.replicate.members)
     model_dtype = _DTYPES.get(config.precision or "")
     autocast_dtype = _DTYPES.get(config.autocast_dtype or "")
-    return Plan(
-        home,
-        blocks,
-        units,
-        reduce_groups,
-        model_dtype,
-        autocast_dtype,
-        num_shards,
-        num_replicas,
-        told,
-    )
+    return Plan(home, blocks, units, reduce_groups, model_dtype, autocast_dtype, *sizes, notes=told)
 
 
 def _members(module: nn.Module, config: Config, in_groups: set[int]) -> dict[int, _Member]:
@@ -277,13 +267,15 @@ def _by_repeated_block(
             for tied in child._parameters.values():
                 if tied is not None and id(tied) in inside:
                     homes[id(tied)].add(-1)  # tied across the border: the root's
+    inhabitants: dict[int, list[_Member]] = defaultdict(list)
+    for key, member in members.items():
+        places = homes.get(key, {-1})
+        inhabitants[-1 if len(places) > 1 else min(places)].append(member)
     for position in reversed(range(len(repeated))):
         name, block = repeated[position]
-        own = [m for key, m in members.items() if homes.get(key) == {position}]
-        if own:
+        if own := inhabitants[position]:
             yield name, own, (block, *_owners(block, own))
-    root = [m for key, m in members.items() if len(homes.get(key, ())) != 1 or -1 in homes[key]]
-    if root:
+    if root := inhabitants[-1]:
         yield "root", root, (module, *_owners(module, root))
 
 

@@ -36,24 +36,32 @@ def global_norm(units: Sequence[Unit], control: Control, order: float = 2.0) -> 
     """
     meshes = [unit.wire.mesh for unit in units]
     differs = any(mesh.shard.size > 1 or len(mesh.expert.members) > 1 for mesh in meshes)
-    norms = [
-        _norm(shard, order)
+    shards = [
+        shard
         for unit, mesh in zip(units, meshes, strict=True)
         if (shard := unit.gradients.grad_shard) is not None
         if mesh.replicate.rank == 0 or not differs
     ]
-    total = _joined(norms, order)
+    total = _joined(_norms(shards, order), order)
     if differs:
-        total = _joined([row[0] for row in control.gather_floats([total])], order)
+        total = _joined(control.gather_floats([total])[:, 0], order)
     rounded = float(torch.tensor(total, dtype=torch.float32))
     return total if math.isinf(rounded) else rounded  # finite beyond fp32 is still finite
 
 
-def _norm(shard: Tensor, order: float) -> float:
-    norm = _fp64_norm(shard, order)
-    if math.isinf(order) or (math.isfinite(norm) and norm > 0):
-        return norm
-    # Powers of a high order leave fp64: once more, relative to the largest element.
+def _norms(shards: Sequence[Tensor], order: float) -> Tensor:
+    """Each shard's norm: ``[len(shards)]`` fp64 in host memory, brought there by one copy."""
+    if not shards:
+        return torch.zeros(0, dtype=torch.float64)
+    norms = torch.stack([_fp64_norm(shard, order) for shard in shards]).cpu()
+    if math.isfinite(order):
+        # Powers of a high order leave fp64: once more, relative to the largest element.
+        for index in (~(norms.isfinite() & (norms > 0))).nonzero()[:, 0].tolist():
+            norms[index] = _scaled_norm(shards[index], order)
+    return norms
+
+
+def _scaled_norm(shard: Tensor, order: float) -> float:
     largest = float(shard.abs().max()) if shard.numel() else 0.0
     if not math.isfinite(largest) or largest == 0:
         return largest
@@ -61,27 +69,29 @@ def _norm(shard: Tensor, order: float) -> float:
     return largest * float(torch.linalg.vector_norm(scaled, order))
 
 
-def _fp64_norm(shard: Tensor, order: float) -> float:
-    """The norm with every element widened to fp64."""
+def _fp64_norm(shard: Tensor, order: float) -> Tensor:
+    """The norm with every element widened to fp64, 0-dim, on the shard's device."""
     if shard.device.type != "cpu" or not shard.numel():
-        return float(torch.linalg.vector_norm(shard, order, dtype=torch.float64))
+        norm: Tensor = torch.linalg.vector_norm(shard, order, dtype=torch.float64)
+        return norm
     # A CPU kernel that widens as it goes takes seven times as long as this.
     wide = torch.empty(min(shard.numel(), _CHUNK_NUMEL), dtype=torch.float64)
     norms = [
         torch.linalg.vector_norm(wide[: chunk.numel()].copy_(chunk), order)
         for chunk in shard.split(_CHUNK_NUMEL)
     ]
-    return float(torch.linalg.vector_norm(torch.stack(norms), order))
+    norm = torch.linalg.vector_norm(torch.stack(norms), order)
+    return norm
 
 
-def _joined(norms: Sequence[float], order: float) -> float:
-    """The norm of norms; nan if one is nan, which ``max`` may miss."""
-    if any(math.isnan(norm) for norm in norms):
-        return math.nan
-    largest = max(norms, default=0.0)
-    if math.isinf(order) or largest == 0 or math.isinf(largest):
+def _joined(norms: Tensor, order: float) -> float:
+    """The norm of norms ``[K]``; nan if one is nan."""
+    largest = float(norms.amax()) if norms.numel() else 0.0
+    if math.isinf(order) or largest == 0 or not math.isfinite(largest):
         return largest
-    return float(largest * sum((norm / largest) ** order for norm in norms) ** (1.0 / order))
+    # A running sum adds one after another, on every machine; sum() may not.
+    total = float((norms / largest).pow(order).cumsum(0)[-1])
+    return float(largest * total ** (1.0 / order))
 
 
 def clip(units: Sequence[Unit], norm: float, max_norm: float) -> float:

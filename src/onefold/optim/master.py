@@ -42,6 +42,7 @@ class Masters:
         self.optimizer = optimizer
         self._groups = optimizer.param_groups
         self._pieces: dict[int, list[Tensor]] = {}  # by unit
+        self._exposed: Sequence[Unit] = ()
         self._update = _own_step(type(optimizer))
         piece_of: dict[int, Tensor] = {}
         for unit in units:
@@ -65,6 +66,7 @@ class Masters:
         A piece gets None where no rank touched its parameter, so that the optimizer leaves it.
         """
         self.hide()
+        self._exposed = units
         for unit in units:
             for index, piece in enumerate(self._pieces[unit.index]):
                 piece.grad = unit.gradients.piece(index)
@@ -89,9 +91,10 @@ class Masters:
 
     def hide(self) -> None:
         """Take the gradients away again, so that a stray step changes nothing."""
-        for pieces in self._pieces.values():
-            for piece in pieces:
+        for unit in self._exposed:
+            for piece in self._pieces[unit.index]:
                 piece.grad = None
+        self._exposed = ()
         self._remove_witness()
 
     def _remove_witness(self) -> None:

@@ -13,7 +13,6 @@ Source: hybrid sharding, Zhao et al. (arXiv:2304.11277) sec. 3.2.2; expert paral
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Final, NamedTuple
 
@@ -140,14 +139,9 @@ def _coordinates(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _companions(mine: Sequence[int], sizes: Sequence[int], varying: set[int]) -> Ranks:
     """The ranks that differ from this one along ``varying`` only, in order."""
-    ways = [range(size) if axis in varying else [mine[axis]] for axis, size in enumerate(sizes)]
-    members = []
-    for place in product(*ways):
-        position = 0
-        for own, size in zip(place, sizes, strict=True):
-            position = position * size + own
-        members.append(position)
-    own_position = 0
-    for own, size in zip(mine, sizes, strict=True):
-        own_position = own_position * size + own
-    return Ranks(tuple(members), members.index(own_position))
+    members, own = [0], 0
+    for axis, (place, size) in enumerate(zip(mine, sizes, strict=True)):
+        places = range(size) if axis in varying else [place]
+        members = [member * size + other for member in members for other in places]
+        own = own * size + place
+    return Ranks(tuple(members), members.index(own))

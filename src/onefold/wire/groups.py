@@ -4,10 +4,11 @@
 ranks and from the number of groups that are alive. A group made after another over the same ranks
 was destroyed gets the same name, and finds that one's addresses in the store: an engine that is
 destroyed and made again would not connect. And ranks with different numbers of groups would wait
-for one another under different names. So the name is chosen here: the ranks, and how many groups
-over them this process has made before; all members have made the same ones.
+for one another under different names. So the name is chosen here: a hash of the ranks,
+and how many groups over them this process has made before; all members have made the same ones.
 """
 
+import hashlib
 from collections import Counter
 from datetime import timedelta
 from typing import Final
@@ -38,9 +39,11 @@ def new_group(
         assert isinstance(group, dist.ProcessGroup)
         return group
     _made[tuple(ordered)] += 1
+    # The store sees the name in every key, and thousands of ranks would make a long one.
+    digest = hashlib.blake2b(repr(ordered).encode(), digest_size=16).hexdigest()
     default = c10d._get_default_group()
     default_backend, store = c10d._world.pg_map[default]
-    name = f"onefold_{'_'.join(map(str, ordered))}_{_made[tuple(ordered)]}"
+    name = f"onefold_{digest}_{_made[tuple(ordered)]}"
     made, _ = c10d._new_process_group_helper(
         len(ordered),
         ordered.index(dist.get_rank()),
@@ -54,3 +57,10 @@ def new_group(
     assert isinstance(made, dist.ProcessGroup)
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ordered)}
     return made
+
+
+def host_backend() -> str:
+    """The backend for tensors in host memory: the default group's own, or gloo if it has none."""
+    config = c10d.BackendConfig(c10d.Backend(dist.get_backend_config()))
+    backend: str = config.get_device_backend_map().get("cpu", "gloo")
+    return backend

@@ -5,9 +5,9 @@ Replicate the data-parallel ranks are the replicate axis (W = 1), else the shard
 user's mesh has both (``grid.py``). Experts have a mesh of their own.
 
 Each engine makes its own groups, so that several engines may interleave within one backward: data
-groups for the collectives of the plan, and one control group on gloo for the tiny exchanges. The
-control group's timeout exceeds the data groups', so that a data collective that never ends is
-reported through the exchange.
+groups for the collectives of the plan, and one control group, for tensors in host memory, for the
+tiny exchanges. The control group's timeout exceeds the data groups', so that a data collective that
+never ends is reported through the exchange.
 """
 
 import os
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onefold.wire.buffer import Arena
 from onefold.wire.control import Control
 from onefold.wire.grid import Cut, Grid, Ranks
-from onefold.wire.groups import new_group
+from onefold.wire.groups import host_backend, new_group
 from onefold.wire.transports import Transport, choose_transport
 
 __all__ = ["DeviceMesh", "Group", "Mesh", "World", "build_mesh", "join_world", "leave_world"]
@@ -110,7 +110,7 @@ def join_world(device_mesh: DeviceMesh | None, device: torch.device, timeout_s: 
     if owns_default_group:
         _make_default_group(device, timeout_s)
     ranks, grid = _data_parallel_ranks(device_mesh)
-    group = new_group(ranks, 2 * timeout_s + 60, backend="gloo")
+    group = new_group(ranks, 2 * timeout_s + 60, backend=host_backend())
     rank, own = ranks.index(dist.get_rank()), sorted(ranks).index(dist.get_rank())
     return World(rank, grid, ranks, Control(group, own, len(ranks)), owns_default_group)
 

@@ -1,19 +1,23 @@
 """Native transport: the backend's own collectives (NCCL on GPUs, gloo's algorithms on CPUs).
 
-The order in which ranks are summed is the backend's; contract line 6 is not promised here. A ring
-in a narrow dtype would round at every hop, so there the slices go by all-to-all and are summed in
-the dtype of the result: the same bytes, one rounding of each term.
+Where a buffer is as wide as the wire the order in which ranks are summed is the backend's, and
+contract line 6 is not promised. A ring in a narrow dtype would round at every hop, so there the
+slices go by all-to-all and are summed in the dtype of the result, this rank's own term unrounded:
+the same bytes, one rounding of each term. Up to 64 ranks are added one after another, in rank
+order; more of them in one call, so that the host's work does not grow with the ranks.
 """
+
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold.wire import single
 from onefold.wire.transports.base import Work
 
-# torch 2.13 renamed the two single-buffer collectives and warns about the older names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+MAX_ORDERED_RANKS: Final = 64
+"""Up to so many terms of a narrow sum are added one after another."""
 
 
 class _NativeWork:
@@ -38,15 +42,19 @@ class NativeTransport:
     def reduce_scatter(
         self, source: Tensor, out: Tensor, tag: int, wire_dtype: torch.dtype
     ) -> Work:
-        """See ``Transport.reduce_scatter``."""
+        """See ``Transport.reduce_scatter``.
+
+        Memory: where the wire is narrower 2 N elements of its dtype until the wait.
+        """
         if not source.dtype == wire_dtype == out.dtype:
             return _NarrowSum(self.group, source, out, wire_dtype)
-        work = _reduce_scatter(out, source, group=self.group, async_op=True)
+        work = single.reduce_scatter(out, source, group=self.group, async_op=True)
         return _NativeWork(work, source, out)
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int) -> Work:
         """See ``Transport.all_gather``."""
-        return _NativeWork(_all_gather(out, shard, group=self.group, async_op=True), shard, out)
+        work = single.all_gather(out, shard, group=self.group, async_op=True)
+        return _NativeWork(work, shard, out)
 
     def all_reduce(self, buffer: Tensor, tag: int, wire_dtype: torch.dtype) -> Work:
         """See ``Transport.all_reduce``."""
@@ -68,9 +76,10 @@ class _NarrowSum:
         self._rank = group.rank()
         self._own = source.view(group.size(), -1)[self._rank]
         self._sent = source.to(wire_dtype)
-        self._received = torch.empty_like(self._sent).view(group.size(), -1)
+        self._received = torch.empty_like(self._sent)
+        self._terms = self._received.view(group.size(), -1)
         self._work = dist.all_to_all_single(
-            self._received.view(-1).view(torch.uint8),  # not every backend moves every dtype
+            self._received.view(torch.uint8),  # not every backend moves every dtype
             self._sent.view(torch.uint8),
             group=group,
             async_op=True,
@@ -79,12 +88,34 @@ class _NarrowSum:
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-        terms = list(self._received)
-        terms[self._rank] = self._own
-        total = terms[0].to(self._out.dtype, copy=True)
-        for term in terms[1:]:
-            total.add_(term)
+        total = sum_of_terms(self._terms, self._own, self._rank, self._out.dtype)
         self._out.copy_(total)
+
+
+def sum_of_terms(terms: Tensor, own: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """The sum of narrow terms and one that was not rounded, in ``dtype``.
+
+    Args:
+        terms: ``[W, S]``, one row per rank; overwritten above 64 ranks.
+        own: ``[S]``, what stands for row ``rank``.
+        rank: this rank.
+        dtype: of the sum.
+
+    Returns:
+        ``[S]``, new. Up to 64 rows are added in rank order, one after another. Above, all but
+        this rank's are summed in one call, in an order of torch's choosing which is the same in
+        every run on one kind of device, and ``own`` is added last.
+    Memory: above 64 ranks, on the CPU, the terms in ``dtype``.
+    """
+    if len(terms) > MAX_ORDERED_RANKS:
+        terms[rank].zero_()
+        return torch.add(terms.sum(dim=0, dtype=dtype), own)
+    rows = list(terms)
+    rows[rank] = own
+    total: Tensor = rows[0].to(dtype, copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    return total
 
 
 class _NarrowAllReduce:
@@ -94,17 +125,16 @@ class _NarrowAllReduce:
         size = group.size()
         self._group = group
         self._buffer = buffer
-        self._wire_dtype = wire_dtype
         # Slices of equal length, the last ones of padding: all-gather knows no others.
-        self._slice_numel = -(-buffer.numel() // size)
-        self._padded = buffer.new_zeros(self._slice_numel * size)
-        self._padded[: buffer.numel()] = buffer
-        own = self._padded.split(self._slice_numel)[group.rank()]
-        self._sum = _NarrowSum(group, self._padded, own, wire_dtype)
+        slice_numel = -(-buffer.numel() // size)
+        padded = buffer.new_zeros(slice_numel * size)
+        padded[: buffer.numel()] = buffer
+        self._own = padded.view(size, -1)[group.rank()]
+        self._sum = _NarrowSum(group, padded, self._own, wire_dtype)
+        self._rounded = padded.new_empty(padded.numel(), dtype=wire_dtype)
 
     def wait(self) -> None:
         self._sum.wait()
-        own = self._padded.split(self._slice_numel)[self._group.rank()].to(self._wire_dtype)
-        rounded = own.new_empty(self._padded.numel())
-        _all_gather(rounded.view(torch.uint8), own.view(torch.uint8), group=self._group)
-        self._buffer.copy_(rounded[: self._buffer.numel()])
+        own = self._own.to(self._rounded.dtype)
+        single.all_gather(self._rounded.view(torch.uint8), own.view(torch.uint8), group=self._group)
+        self._buffer.copy_(self._rounded[: self._buffer.numel()])
