@@ -118,7 +118,8 @@ def pair(timeout_s: float = 60.0) -> tuple[Progress, Progress]:
 
 
 def waits(*phases: int) -> Generator[int, list[int], None]:
-    yield from phases
+    for phase in phases:
+        _ = yield phase
 
 
 def test_notes_are_told_apart_by_tag_and_kept_until_needed() -> None:
