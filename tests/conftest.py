@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.harness import shutdown_pools
+from tests.rig import TRANSPORT
 
 # A pool call now and then includes starting the pool, so Hypothesis must not judge single calls.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -27,13 +28,23 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--grid full`` runs every combination of every test's parameters."""
+    """``--grid full`` runs every combination of every test's parameters; ``--transport`` on one."""
+    parser.addoption(
+        "--transport",
+        default="auto",
+        help="of engines whose test does not ask for one: auto, cross-memory, direct or native",
+    )
     parser.addoption(
         "--grid",
         choices=["cover", "full"],
         default="cover",
         help="cover: every second to twelfth field of each test's grid; full: all",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers inherit the environment."""
+    os.environ[TRANSPORT] = config.getoption("--transport")
 
 
 class Cover:

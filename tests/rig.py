@@ -4,6 +4,7 @@ Loss = sum of w * x, so the gradient of w is x itself, and with SGD at lr 1 the 
 minus the gradient. Rank r, backward k uses x = 1 + 10 r + k. See ``expected``.
 """
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ import onefold
 from tests.harness import RankContext
 
 STAGES = [0, 1, 2, 3]
+TRANSPORT = "ONEFOLD_TESTS_TRANSPORT"
+"""Variable that names the transport of engines whose test does not ask for one."""
 
 
 class House(nn.Module):
@@ -76,6 +79,8 @@ def start(
     ``zero`` goes into the config's ``zero_optimization`` section, ``config`` beside it.
     """
     settings = {"zero_optimization": {"stage": stage, **(zero or {})}, **(config or {})}
+    transport = {"transport": os.environ.get(TRANSPORT, "auto")}
+    settings["onefold"] = transport | settings.get("onefold", {})
     if optimizer is None and "optimizer" not in settings:
         optimizer = lambda params: torch.optim.SGD(params, lr=1.0)  # noqa: E731
     engine = onefold.initialize(
