@@ -1,0 +1,80 @@
+"""Probes: what an untimed step sends, holds and calls, seen from outside of the engine."""
+
+import ctypes
+import gc
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SMAPS: Final = Path("/proc/self/smaps_rollup")
+_LOOPBACK: Final = Path("/sys/class/net/lo/statistics/tx_bytes")
+_SAMPLE_S: Final = 0.004
+
+
+class CommCount(TorchDispatchMode):
+    """Counts the operations of torch's c10d layer that this thread calls, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.overloadpacket.__name__
+            if name not in ("barrier", "wait_tensor"):
+                self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def loopback_bytes() -> int | None:
+    """Bytes that all processes of this network namespace have sent over the loopback interface."""
+    try:
+        return int(_LOOPBACK.read_text())
+    except OSError:
+        return None
+
+
+def unique_bytes() -> int:
+    """Anonymous memory of this process, and its share of memory that processes share."""
+    fields = dict(line.split()[:2] for line in _SMAPS.read_text().splitlines()[1:])
+    return 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]))
+
+
+def settled_bytes() -> int:
+    """``unique_bytes`` when garbage has gone and the allocator has given back what it kept."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return unique_bytes()
+
+
+class PeakMemory:
+    """Samples ``unique_bytes`` on another thread inside the with-block."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, unique_bytes())
+            if self._ended.wait(_SAMPLE_S):
+                return
