@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import onefold
+from onefold.wire.buffer import Arena
 from onefold.wire.transports import NativeTransport
 
 RESULTS: Final = Path(__file__).parent / "results" / "gpu.json"
@@ -109,7 +110,7 @@ def scope(engine: onefold.Engine, mode: str, backwards: int) -> Iterator[None]:
 
 def check_native(bench: Bench) -> None:
     """Every collective of the transport: integers, so that every order of the sum is exact."""
-    transport = NativeTransport(dist.group.WORLD)  # type: ignore[arg-type]
+    transport = NativeTransport(dist.group.WORLD, Arena(bench.device))  # type: ignore[arg-type]
     numel, ranks, rank = 96, bench.num_ranks, bench.rank
     steps = torch.arange(numel * ranks, device=bench.device) % 50
     sources = [steps.float() + r for r in range(ranks)]

@@ -72,14 +72,8 @@ def test_numbers(size: int, stage: int, wire: str) -> None:
 IN_ORDER = "added in rank order, one after another: the same bits in every run"
 ALGORITHMS = {
     (8, "fp32"): "float32: the backend's own reduce-scatter, which adds in an order of its own",
-    (
-        8,
-        "bf16",
-    ): f"bfloat16: all-to-all, summed in float32 by the owner, own terms unrounded; {IN_ORDER}",
-    (
-        64,
-        "bf16",
-    ): f"bfloat16: all-to-all, summed in float32 by the owner, own terms unrounded; {IN_ORDER}",
+    (8, "bf16"): f"bfloat16: all-to-all, summed in float32 by the owner; {IN_ORDER}",
+    (64, "bf16"): f"bfloat16: all-to-all, summed in float32 by the owner; {IN_ORDER}",
     (65, "bf16"): "in one call: the same bits in every run, but above 64 ranks not in rank order",
     (2, "fp32"): "of two ranks there is one sum",
 }

@@ -60,7 +60,7 @@ class Engine:
         self._backwards = Backwards(wants_scaled=self.loss_scaler.is_active)
         self._autocast = Autocast(parts.module, parts.plan.autocast_dtype, self.device.type)
         unsharder = Unsharder(parts.plan.blocks, parts.units)
-        self._module_hooks = ModuleHooks(parts.plan.blocks, parts.units, unsharder, self._backwards)
+        self._module_hooks = ModuleHooks(parts, unsharder, self._backwards)
         self._transaction = Transaction(
             parts, self._backwards, self._accumulation, unsharder, self._divisor
         )

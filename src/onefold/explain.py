@@ -124,19 +124,13 @@ def _algorithm(
     assert group.transport is not None
     kind = "reduce-scatter" if axis == "shard" else "all-reduce"
     if group.transport.name in _HOW:
-        rounded = ", own terms unrounded" if is_narrow else ""
-        how = f"{_HOW[group.transport.name]}, summed in {_name(sum_dtype)}{rounded}; "
-        how += _IN_RANK_ORDER
+        how = f"{_HOW[group.transport.name]}, summed in {_name(sum_dtype)}; {_IN_RANK_ORDER}"
     elif is_narrow and group.size <= MAX_ORDERED_RANKS:
-        how = (
-            f"all-to-all, summed in {_name(sum_dtype)} by the owner, own terms unrounded; "
-            f"{_IN_RANK_ORDER}"
-        )
+        how = f"all-to-all, summed in {_name(sum_dtype)} by the owner; {_IN_RANK_ORDER}"
     elif is_narrow:
         how = (
-            f"all-to-all, summed in {_name(sum_dtype)} by the owner, own terms unrounded, in one "
-            "call: the same bits in every run, but above "
-            f"{MAX_ORDERED_RANKS} ranks not in rank order"
+            f"all-to-all, summed in {_name(sum_dtype)} by the owner, in one call: the same bits in "
+            f"every run, but above {MAX_ORDERED_RANKS} ranks not in rank order"
         )
     elif group.size == 2:
         how = f"the backend's own {kind}; of two ranks there is one sum: the same bits in every run"

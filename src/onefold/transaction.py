@@ -222,6 +222,7 @@ class Transaction:
                 "has run since, on any rank. Run the step's backwards again first."
             )
         self._is_aborted = False
+        self._unsharder.free_ahead()
         self._arena.settle()
         for unit in self._trainable:
             unit.gradients.divide(self._divisor())

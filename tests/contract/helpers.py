@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.wire.buffer import Arena
+from onefold.wire.collectives import Handle
 from tests.harness import RankContext
 from tests.rig import STAGES, House, Tower, gathered, start, weights, x_of
 
@@ -236,6 +237,15 @@ WAYS: dict[str, Way] = {
     "replay": by_replay,
     "retained": by_retained,
 }
+
+
+def see_arrivals(ctx: RankContext, *, arrives: bool) -> None:
+    """Whoever asks whether a collective is done waits until it is, or is told that it is not.
+
+    Real answers depend on timing. Waiting is right only where all ranks run the same backwards.
+    """
+    ctx.cleanup(setattr, Handle, "is_done", Handle.is_done)
+    setattr(Handle, "is_done", lambda self: arrives and self.wait() is None)  # noqa: B010
 
 
 class Fault(Exception):

@@ -1,5 +1,6 @@
 """Contract 4, a step is a transaction: a body that fails on any rank drops it on all ranks."""
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from tests.contract.helpers import (
     feed,
     params_of,
     run_program,
+    see_arrivals,
     street,
     x_of,
 )
@@ -244,6 +246,44 @@ def test_nothing_is_added_before_the_exchange(ctx: RankContext, stage: int) -> N
         kind = "all_reduce" if stage == 0 else "reduce_scatter"
         assert sent[kind].count == 4, "armed"
         assert all(unit.gradients.grad_shard is None for unit in engine._trainable)
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("arrives", [True, False], ids=["arrives", "never seen to"])
+def test_what_arrives_in_an_armed_backward_is_not_added_before_the_exchange(
+    ctx: RankContext, stage: int, arrives: bool
+) -> None:
+    """And is dropped where a body fails, or somebody drops it, after it has arrived."""
+    see_arrivals(ctx, arrives=arrives)
+    engine = street(ctx, stage)
+    books = Books(ctx.world_size)
+    for end in ("fails", "drops", "goes on", "ends"):
+        error = Fault("late")
+
+        def body(k: int, end: str = end, error: Fault = error) -> None:
+            feed(ctx, engine, books, k)
+            if k > 0:
+                assert all(unit.gradients.grad_shard is None for unit in engine._trainable)
+            if k == 1 and end == "fails" and ctx.rank == 1:
+                raise error
+            if k == 1 and end == "drops":
+                engine.zero_grad()
+                books.drop()
+
+        raised: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if end == "fails":
+            raised = pytest.raises(Fault if ctx.rank == 1 else WindowAborted)
+        with raised, engine.coalesce_grad_reduction(backwards=2):
+            for k in range(3 if end in ("drops", "goes on") else 2):
+                body(k)
+        if end == "fails":
+            books.drop()
+            assert arena(engine).leased_bytes == 0
+            continue
+        engine.step()
+        books.close()
+        books.check(engine, end)
 
 
 @distributed(world_size=[2, 3])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.wire.buffer import Arena
-from onefold.wire.transports import DirectTransport
+from onefold.wire.transports import DirectTransport, base, direct
 from tests.contract.helpers import STAGES, House, Program, Tower, run_program, start
 from tests.harness import RankContext, distributed
 
@@ -21,10 +21,14 @@ def trained(
     *,
     zero: dict[str, Any] | None = None,
     onefold_config: dict[str, Any] | None = None,
+    dtypes: dict[str, Any] | None = None,
 ) -> Bits:
-    """Weights and moments-driven updates of three clipped AdamW steps in fp32, and the norms."""
+    """Weights and moments-driven updates of three clipped AdamW steps, and the norms.
+
+    In fp32 but for what the config keys ``dtypes`` say.
+    """
     torch.manual_seed(7)
-    config = {"gradient_clipping": 0.05, "onefold": onefold_config or {}}
+    config = {"gradient_clipping": 0.05, "onefold": onefold_config or {}, **(dtypes or {})}
     make = lambda params: torch.optim.AdamW(params, lr=0.01)  # noqa: E731
     model = Tower(width=7, dtype=torch.float32)
     engine = start(ctx, model, stage, optimizer=make, zero=zero, config=config)
@@ -106,6 +110,60 @@ def test_same_bits_with_every_transport(ctx: RankContext, stage: int) -> None:
 def test_same_bits_in_a_second_run(ctx: RankContext, stage: int) -> None:
     program: Program = [("no_sync", [1]), ("armed", [2]), 2]
     assert_same_bits(trained(ctx, stage, program), trained(ctx, stage, program), "again")
+
+
+# A narrow wire.
+
+NARROW: dict[str, dict[str, Any]] = {
+    "bf16 model": {"bf16": {"enabled": True}},
+    "fp32 model": {"communication_data_type": "bf16"},
+}
+CUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{"reduce_bucket_size": 17}],
+    2: [{"reduce_bucket_size": numel} for numel in (1, 60, 10**9)],
+    3: [{"block_classes": classes} for classes in (["Linear"], ["LayerNorm"], ["NoSuchClass"])],
+}
+"""Where shards are cut, by stage."""
+
+
+def cut_and_trained(
+    ctx: RankContext, stage: int, cut: dict[str, Any], transport: str, model: str
+) -> Bits:
+    settings: dict[str, Any] = {"transport": transport}
+    settings, zero = ({**settings, **cut}, {}) if stage == 3 else (settings, cut)
+    return trained(ctx, stage, zero=zero, onefold_config=settings, dtypes=NARROW[model])
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("transport", ["cross-memory", "direct", "native"])
+@pytest.mark.parametrize("model", list(NARROW))
+def test_same_bits_on_a_narrow_wire(ctx: RankContext, transport: str, model: str) -> None:
+    """Every term is rounded, so neither stage nor cuts nor who adds can be seen."""
+    reference = cut_and_trained(ctx, 2, CUTS[2][0], "direct", model)
+    for stage, cuts in CUTS.items():
+        for cut in cuts:
+            found = cut_and_trained(ctx, stage, cut, transport, model)
+            assert_same_bits(reference, found, (stage, cut))
+
+
+@distributed(world_size=[2, 3])
+@pytest.mark.parametrize("model", list(NARROW))
+def test_an_own_term_that_is_not_rounded_shows_the_cuts(ctx: RankContext, model: str) -> None:
+    """The control."""
+    start_sum = direct._RankOrderedSum.__init__
+
+    def unrounded(
+        self: Any, transport: Any, source: Tensor, out: Tensor, tag: int, wire: torch.dtype
+    ) -> None:
+        start_sum(self, transport, source, out, tag, wire)
+        self._terms[transport.rank] = base.cut(source, transport.size)[transport.rank]
+
+    setattr(direct._RankOrderedSum, "__init__", unrounded)  # noqa: B010
+    ctx.cleanup(setattr, direct._RankOrderedSum, "__init__", start_sum)
+    one, *others = (cut_and_trained(ctx, 2, cut, "direct", model) for cut in CUTS[2])
+    for other in others:
+        with pytest.raises(AssertionError, match="differs in step 0"):
+            assert_same_bits(one, other, "cut")
 
 
 # The order of the sum.

@@ -19,6 +19,7 @@ from tests.contract.helpers import (
     Tower,
     arena,
     run_program,
+    see_arrivals,
     start,
 )
 from tests.harness import RankContext, distributed
@@ -155,6 +156,38 @@ def test_units_of_different_sizes_are_freed_as_they_go_too(ctx: RankContext, sta
     bound = shard_bytes(units) + (MAX_IN_FLIGHT + 2) * 2 * largest
     assert leases.peak_bytes <= bound, f"full gradients are {full_bytes(units)} bytes"
     engine.step()  # so that no rank takes its groups away while another still sends
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("arrives", [True, False], ids=["arrives", "never seen to"])
+def test_an_armed_backward_frees_what_has_arrived(
+    ctx: RankContext, stage: int, arrives: bool
+) -> None:
+    """Of a reduction that has arrived its sum is held, and its full gradients are not.
+
+    Here each has arrived before the next one leaves, or is never seen to (the control).
+    """
+    settings = {"onefold": {"transport": "cross-memory"}}  # no receive buffers
+    engine = start(ctx, Row(), stage, zero={"reduce_bucket_size": 1}, config=settings)
+    units, leases = engine._trainable, arena(engine)
+    see_arrivals(ctx, arrives=arrives)
+    for step in range(2):
+        with engine.coalesce_grad_reduction(backwards=2):
+            engine.backward(engine(1.0 + ctx.rank))
+            leases.peak_bytes = 0
+            engine.backward(engine(3.0 + step))
+            on_the_wire = full_bytes(units[-1:] if arrives else units)
+            assert leases.leased_bytes == on_the_wire + shard_bytes(units)
+            sums = shard_bytes(units[:1] if arrives else units)
+            assert leases.peak_bytes == full_bytes(units) + sums
+        engine.reduce_gradients()
+        for unit in units:
+            found = engine.full_grad(unit.params[0])
+            assert found is not None
+            assert torch.equal(found, torch.full_like(found, 4.5 + step))
+        engine.step()
+        assert leases.leased_bytes == 0
 
 
 @distributed(world_size=2)

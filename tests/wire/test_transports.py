@@ -1,5 +1,6 @@
 """Transports: sums of a wire narrower than the result, and of one that is as wide."""
 
+import time
 from typing import Any
 
 import pytest
@@ -41,10 +42,10 @@ def in_order(terms: list[Tensor]) -> Tensor:
 
 @distributed(world_size=WORLDS)
 @pytest.mark.parametrize(("dtype", "wire"), NARROW, ids=str)
-def test_reduce_scatter_rounds_each_peer_s_term_once(
+def test_reduce_scatter_rounds_each_term_once(
     ctx: RankContext, dtype: torch.dtype, wire: torch.dtype
 ) -> None:
-    """The sum is fp32, in rank order, of the peers' rounded terms and the rank's own unrounded."""
+    """The sum is fp32, in rank order, of the rounded terms; the own one is no exception."""
     numel = 33
     own = slice(ctx.rank * numel, (ctx.rank + 1) * numel)
     for transport in transports(ctx):
@@ -53,8 +54,7 @@ def test_reduce_scatter_rounds_each_peer_s_term_once(
         out = torch.empty(numel)
         transport.reduce_scatter(source, out, tag=3, wire_dtype=wire).wait()
         terms = [term(ctx, r, numel * ctx.world_size, dtype)[own] for r in range(ctx.world_size)]
-        rounded = [t if r == ctx.rank else t.to(wire) for r, t in enumerate(terms)]
-        assert torch.equal(out, in_order(rounded)), transport.name
+        assert torch.equal(out, in_order([t.to(wire) for t in terms])), transport.name
         assert torch.equal(source, kept), "the source is somebody else's"
         exact = torch.stack([t.double() for t in terms])
         bound = torch.finfo(wire).eps / 2 * exact.abs().sum(0) + 1e-6
@@ -70,23 +70,64 @@ def test_all_reduce_is_the_same_rounded_sum_everywhere(
     for transport in transports(ctx):
         buffer = term(ctx, ctx.rank, numel, torch.float32)
         transport.all_reduce(buffer, tag=2, wire_dtype=wire).wait()
-        terms = torch.stack(
-            [term(ctx, rank, numel, torch.float32).double() for rank in range(ctx.world_size)]
-        )
-        bound = torch.finfo(wire).eps / 2 * (terms.abs().sum(0) + terms.sum(0).abs()) * 1.01 + 1e-6
-        assert ((buffer.double() - terms.sum(0)).abs() <= bound).all(), transport.name
-        assert torch.equal(buffer, buffer.to(wire).float())
+        terms = [term(ctx, rank, numel, torch.float32) for rank in range(ctx.world_size)]
+        total = in_order([t.to(wire) for t in terms])
+        assert torch.equal(buffer, total.to(wire).float()), transport.name
         assert all(torch.equal(buffer, other) for other in gathered(buffer))
+        exact = torch.stack([t.double() for t in terms])
+        bound = torch.finfo(wire).eps / 2 * (exact.abs().sum(0) + exact.sum(0).abs()) * 1.01 + 1e-6
+        assert ((buffer.double() - exact.sum(0)).abs() <= bound).all()
+
+
+@distributed(world_size=2)
+def test_what_has_arrived_is_known_where_it_can_be(ctx: RankContext) -> None:
+    """Of gloo's messages it is not, nor of its reduce-scatter: they say so when waited for."""
+    works = {}
+    for tag, transport in enumerate(transports(ctx)):
+        source, out = term(ctx, ctx.rank, 32, torch.float32), torch.empty(16)
+        works[transport.name] = transport.reduce_scatter(source, out, tag, torch.float32), out
+    total = in_order([term(ctx, rank, 32, torch.float32) for rank in range(2)])
+    deadline = time.monotonic() + 20
+    while not works["cross-memory"][0].is_done():
+        assert time.monotonic() < deadline
+    assert not works["direct"][0].is_done()
+    for work, out in works.values():
+        work.wait()
+        assert torch.equal(out, total[ctx.rank * 16 : (ctx.rank + 1) * 16])
+
+
+@distributed(world_size=2)
+def test_what_has_not_arrived_is_not_done(ctx: RankContext) -> None:
+    """Nor is what failed: that must be found by waiting, after the exchange."""
+    (transport,) = transports(ctx, "cross-memory")
+    group = ctx.new_group()
+    source, out = term(ctx, ctx.rank, 32, torch.float32), torch.empty(16)
+    if ctx.rank == 0:
+        work = transport.reduce_scatter(source, out, 1, torch.float32)
+        assert not work.is_done(), "rank 1 has not started it"
+    torch.distributed.barrier(group=group)
+    if ctx.rank == 1:
+        transport.close()
+        return
+    with pytest.raises(RuntimeError, match="rank 1 of it has ended or left"):
+        work.wait()
+    assert not work.is_done()
 
 
 @distributed(world_size=WORLDS)
 def test_every_lease_comes_back(ctx: RankContext) -> None:
-    group, arena = ctx.new_group(), Arena(torch.device("cpu"))
+    """And what a narrow wire needs is leased: rounded copies, and what peers send."""
+    group, numel = ctx.new_group(), 16 * ctx.world_size
+    received = {"cross-memory": 0, "direct": numel - 16, "native": numel}
     for choice in CHOICES:
+        arena = Arena(torch.device("cpu"))
         transport = choose_transport(group, choice, arena, 60.0)
         ctx.cleanup(transport.close)
         for wire in (torch.float32, torch.bfloat16):
-            source = term(ctx, ctx.rank, 16 * ctx.world_size, torch.float32)
-            transport.reduce_scatter(source, torch.empty(16), 1, wire).wait()
+            source = term(ctx, ctx.rank, numel, torch.float32)
+            work = transport.reduce_scatter(source, torch.empty(16), 1, wire)
+            if wire == torch.bfloat16:
+                assert arena.leased_bytes == 2 * (numel + received[choice]), choice
+            work.wait()
             transport.all_reduce(source, 2, wire).wait()
             assert arena.leased_bytes == 0

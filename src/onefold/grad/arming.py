@@ -60,6 +60,7 @@ class Arming:
             if following.index not in self._ready:
                 return
             following.gradients.collect()
+            self._reducer.free_arrived()
             self._reducer.launch(following)
             self._num_left += 1
 

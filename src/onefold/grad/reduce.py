@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -44,7 +45,7 @@ class Reduction:
     """One unit's reduction on the wire."""
 
     unit: Unit
-    grad_full: Tensor | None  # [N], leased; held until the wire is done with it
+    grad_full: Tensor | None  # [N], leased; held until the wire is done with it; None from then on
     summed: Tensor  # [S], leased, or grad_full itself where S = N
     handle: Handle
     crosses: bool
@@ -75,6 +76,7 @@ class Reducer:
         self._units = units
         self._arena = arena
         self._in_flight: deque[Reduction] = deque()
+        self._num_arrived = 0  # of the oldest in flight, as far as somebody has looked
         self.log: list[Launch] = []
 
     def launch(
@@ -113,6 +115,18 @@ class Reducer:
         if unit.layout.num_shards == 1:
             reduction.cross()
         self._in_flight.append(reduction)
+
+    def free_arrived(self) -> None:
+        """Give the full gradients of the oldest reductions back, as far as they have arrived.
+
+        Waits for nothing. Their sums stay where they are until ``finish_all``, which is called when
+        the ranks have exchanged.
+        """
+        for reduction in islice(self._in_flight, self._num_arrived, None):
+            if not reduction.handle.is_done():
+                return
+            self._arrive(reduction)
+            self._num_arrived += 1
 
     def make_room(self, unit: Unit) -> None:
         """Finish the oldest reductions until there is room for ``unit``, which goes once at a time.
@@ -194,6 +208,7 @@ class Reducer:
     def start_afresh(self) -> None:
         """The ranks have exchanged and agree: begin a new log."""
         self.log = []
+        self._num_arrived = 0
         for reduction in self._in_flight:
             reduction.unit.gradients.has_home = True
 
@@ -202,10 +217,14 @@ class Reducer:
             reduction.cross()
         self._land(self._in_flight.popleft())
 
-    def _land(self, reduction: Reduction) -> None:
+    def _arrive(self, reduction: Reduction) -> None:
         reduction.handle.wait()
         if reduction.grad_full is not None:
             self._arena.give_back(reduction.grad_full)
+            reduction.grad_full = None
+
+    def _land(self, reduction: Reduction) -> None:
+        self._arrive(reduction)
         gradients = reduction.unit.gradients
         add = gradients.add_reduced if reduction.crosses else gradients.add_part
         add(reduction.summed, reduction.voids)

@@ -80,8 +80,8 @@ def _fp64_norm(shard: Tensor, order: float) -> Tensor:
         torch.linalg.vector_norm(wide[: chunk.numel()].copy_(chunk), order)
         for chunk in shard.split(_CHUNK_NUMEL)
     ]
-    norm = torch.linalg.vector_norm(torch.stack(norms), order)
-    return norm
+    joined: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+    return joined
 
 
 def _joined(norms: Tensor, order: float) -> float:

@@ -1,11 +1,12 @@
 """Module hooks: what a forward and the backward through it mean for the parameters they need.
 
-Every module that owns parameters of a block, and the block's own module, carries the same pair of
-forward hooks, so that a call of the model, of a block or of any submodule is equally right. The
-hook after forward leaves hooks on the outputs, which hold the block before its backward; before the
-outermost forward of a block hooks are left on its inputs, which release it after. Where nothing
-will be freed before the backward (in a window, or because parameters are Replicate) the outputs of
-the outermost forward are enough, and modules inside it cost next to nothing.
+Every module that owns parameters of a block, the block's own module and the model itself carry the
+same pair of forward hooks, so that a call of the model, of a block or of any submodule is equally
+right; the outermost such forward is a pass, in which the order of blocks is seen. The hook after
+forward leaves hooks on the outputs, which hold the block before its backward; before the outermost
+forward of a block hooks are left on its inputs, which release it after. Where nothing will be freed
+before the backward (in a window, or because parameters are Replicate) the outputs of the outermost
+forward are enough, and modules inside it cost next to nothing.
 
 An input was made before the block's forward, so autograd, which runs the latest node first, has run
 all of the block when the gradient of any non-leaf input is complete. Where no input needs a
@@ -23,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from onefold.backward import NOT_RUNNING, Backwards
 from onefold.errors import StateError
 from onefold.param.unshard import Unsharder
-from onefold.plan import Block
+from onefold.parts import Parts
 from onefold.unit import Unit
 
 
@@ -32,20 +33,21 @@ class ModuleHooks:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
-        units: Sequence[Unit],
+        parts: Parts,
         unsharder: Unsharder,
         backwards: Backwards,
     ) -> None:
+        blocks, units = parts.plan.blocks, parts.units
         self._unsharder = unsharder
         self._backwards = backwards
-        self._units = units
+        self._num_running = 0  # forwards of modules with hooks
         self._depth: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         # Numbers the outermost forwards of each block: one's input may be the other's output.
         self._uses: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         self._handles: list[RemovableHandle] = []
-        self._blocks_of: dict[nn.Module, list[int]] = {}
-        self._freed: dict[nn.Module, list[Unit]] = {}
+        # The model may own no parameters, and then belongs to no block.
+        self._blocks_of: dict[nn.Module, list[int]] = {parts.module: []}
+        self._freed: dict[nn.Module, list[Unit]] = {parts.module: []}
         self._freeing = {  # blocks
             index
             for index, block in enumerate(blocks)
@@ -82,14 +84,16 @@ class ModuleHooks:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         blocks = self._blocks_of[module]
-        if self._is_nested(blocks):
+        self._num_running += 1
+        is_outermost = self._num_running == 1
+        if not is_outermost and self._is_nested(blocks):
             for block in blocks:
                 self._depth[block] += 1
             return
         if self._backwards.observe() == NOT_RUNNING:  # else this is a recompute or a replay
             self._backwards.settle()
-            if not any(self._depth.values()):
-                self._unsharder.start_pass()
+            if is_outermost:
+                self._unsharder.start_pass(blocks)
         watches = torch.is_grad_enabled()
         for block in blocks:
             if not self._depth[block]:
@@ -102,6 +106,7 @@ class ModuleHooks:
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         blocks = self._blocks_of[module]
+        self._num_running -= 1
         for block in blocks:
             self._depth[block] -= 1
         is_nested = self._is_nested(blocks)

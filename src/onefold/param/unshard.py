@@ -22,7 +22,6 @@ class Unsharder:
 
     def __init__(self, blocks: Sequence[Block], units: Sequence[Unit]) -> None:
         self._blocks = blocks
-        self._units = units
         self._block_units = [[units[index] for index in block.units] for block in blocks]
         self._successor: dict[tuple[str, int], int] = {}
         self._last: dict[str, int] = {}
@@ -99,10 +98,13 @@ class Unsharder:
         for unit in self._block_units[block]:
             unit.release()
 
-    def start_pass(self) -> None:
-        """An outermost forward begins: what was gathered ahead and not used is freed."""
+    def start_pass(self, blocks: Sequence[int]) -> None:
+        """An outermost forward, of ``blocks``, begins: what else was gathered ahead is freed."""
+        if len(self.resident) == len(self._blocks):
+            return
         self._last.pop("forward", None)
-        self._free_unused()
+        if self._ahead not in blocks:
+            self.free_ahead()
 
     # -- backwards --------------------------------------------------------------------------
 
@@ -133,7 +135,7 @@ class Unsharder:
         for block in self._backward_holds.pop(task, {}):
             self.release(block)
         if not self._backward_holds:
-            self._free_unused()
+            self.free_ahead()
 
     def keep(self, block: int) -> None:
         """A backward under ``create_graph`` reaches ``block``: its own graph reads the parameters.
@@ -157,6 +159,12 @@ class Unsharder:
 
     # -- prefetch ---------------------------------------------------------------------------
 
+    def free_ahead(self) -> None:
+        """Free what was gathered ahead and nobody holds; it must not outlive a step."""
+        ahead, self._ahead = self._ahead, None
+        for unit in self._block_units[ahead] if ahead is not None else []:
+            unit.reshard()
+
     def _gather_ahead(self, direction: str, block: int) -> None:
         previous = self._last.get(direction)
         if previous == block or len(self.resident) == len(self._blocks):
@@ -165,9 +173,8 @@ class Unsharder:
             self._successor[direction, previous] = block
         self._last[direction] = block
         following = self._next_to_gather(direction, block)
-        if self._ahead is not None and self._ahead not in (block, following):
-            for unit in self._block_units[self._ahead]:
-                unit.reshard()  # unless somebody holds it: the order was another one this time
+        if self._ahead not in (block, following):
+            self.free_ahead()  # the order was another one this time
         self._ahead = following
         for unit in self._block_units[following] if following is not None else []:
             unit.start_unshard()
@@ -180,8 +187,3 @@ class Unsharder:
             seen.add(following)
             following = self._successor.get((direction, following))
         return None if following in seen else following
-
-    def _free_unused(self) -> None:
-        for unit in self._units:
-            if not unit.holds:
-                unit.reshard()

@@ -37,6 +37,10 @@ class Handle:
         self._entry = entry
         self._work = work
 
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once; False also where that cannot be known."""
+        return self._work is None or self._work.is_done()
+
     def wait(self) -> None:
         """Block until the result may be read, and enter the exposed time in the ledger."""
         work, self._work = self._work, None

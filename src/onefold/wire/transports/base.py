@@ -14,13 +14,16 @@ class Work(Protocol):
     def wait(self) -> None:
         """Return when the result may be read and every buffer may be reused."""
 
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once; False also where that cannot be known."""
+
 
 class Transport(Protocol):
     """The three collectives on flat buffers. Called in the same order on every rank of the group.
 
     ``tag`` names the unit. Buffers belong to the call until ``Work.wait`` has returned. Results are
-    sums; nobody divides here. Terms of a sum travel in ``wire_dtype`` and are added in the dtype of
-    the result.
+    sums; nobody divides here. Every term of a sum, the rank's own too, is rounded once to
+    ``wire_dtype`` and added in the dtype of the result, so the bits do not depend on who adds.
     """
 
     name: str
@@ -40,22 +43,22 @@ class Transport(Protocol):
         """End what runs in the background; nothing can be started afterwards."""
 
 
-def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, rank: int, wide: Tensor | None) -> None:
+def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, rank: int) -> None:
     """``((terms[0] + terms[1]) + terms[2]) + ...`` into ``out``, one add after another.
 
     Args:
-        terms: two or more; the first is overwritten unless it is ``terms[rank]``.
-        out: may be the same memory as ``terms[rank]``.
+        terms: two or more, of one dtype; the first is overwritten unless it is ``terms[rank]``.
+        out: the sum is taken in its dtype. Where that is the terms' it may be the same memory as
+            ``terms[rank]``.
         rank: whose term is this rank's own.
-        wide: scratch of the shape and dtype of ``out``; not needed where all terms have its dtype.
     """
     first, second, *rest = terms
-    if wide is None or first.dtype == second.dtype == out.dtype:
+    if first.dtype == out.dtype:
         # In the first received term where ``out`` may be a later term of the sum itself.
         total = out if rank < 2 else first
         torch.add(first, second, out=total)
     else:
-        total = wide
+        total = out
         total.copy_(first)
         total.add_(second)
     for term in rest:

@@ -47,7 +47,7 @@ def choose_transport(
             f"ranks, got {arena.device.type} and {size} ranks. Use 'auto' or 'native'."
         )
     if choice == "native" or not is_pairwise:
-        return NativeTransport(group)
+        return NativeTransport(group, arena)
     if choice == "direct":
         return DirectTransport(group, arena)
     try:

@@ -8,10 +8,10 @@ that reads the memory of one that gave up is never told that it is done.
 """
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -59,8 +59,9 @@ class CrossMemoryTransport:
         self._peers = peers_of(rank, len(pids))
         self._arena = arena
         self._progress = Progress(peers, timeout_s)
-        # A row for what is read of each peer; the own row holds sums wider than their terms.
-        self._scratch = torch.empty(self._size, CHUNK_BYTES, dtype=torch.uint8)
+        self._scratch = {  # for what is read of each peer
+            peer: torch.empty(CHUNK_BYTES, dtype=torch.uint8) for peer in self._peers
+        }
 
     def reduce_scatter(
         self, source: Tensor, out: Tensor, tag: int, wire_dtype: torch.dtype
@@ -69,8 +70,8 @@ class CrossMemoryTransport:
 
         Memory: none; N elements of ``wire_dtype`` until the wait where the wire is narrower.
         """
-        slices = list(source.split(out.numel())) if out.numel() else [source] * self._size
-        terms, release = self._offer(slices, tag, wire_dtype)
+        rounded, leased = self._rounded(source, wire_dtype)
+        terms = self._offer(rounded, tag)
 
         def steps() -> Steps:
             addresses = yield _Phase.READY
@@ -78,7 +79,7 @@ class CrossMemoryTransport:
             self._tell(tag, _Phase.DONE)
             yield _Phase.DONE
 
-        return _CrossMemoryWork(self._progress.start(tag, steps()), release)
+        return _CrossMemoryWork(self._progress.start(tag, steps()), self._arena, leased)
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int) -> Work:
         """See ``Transport.all_gather``. Slices are read straight into ``out``."""
@@ -94,67 +95,54 @@ class CrossMemoryTransport:
             self._tell(tag, _Phase.DONE)
             yield _Phase.DONE
 
-        return _CrossMemoryWork(self._progress.start(tag, steps()))
+        return _CrossMemoryWork(self._progress.start(tag, steps()), self._arena, [])
 
     def all_reduce(self, buffer: Tensor, tag: int, wire_dtype: torch.dtype) -> Work:
         """See ``Transport.all_reduce``. A rank-ordered reduce-scatter, then an all-gather."""
-        slices = cut(buffer, self._size)
-        terms, release_terms = self._offer(slices, tag, wire_dtype)
-        is_narrow = buffer.dtype != wire_dtype
-        rounded = self._arena.lease(buffer.numel(), wire_dtype) if is_narrow else buffer
-        results = cut(rounded, self._size)
+        rounded, leased = self._rounded(buffer, wire_dtype)
+        terms = self._offer(rounded, tag)
+        total = cut(buffer, self._size)[self._rank]
 
         def steps() -> Steps:
             addresses = yield _Phase.READY
-            self._add_up(addresses, terms, slices[self._rank])
-            own = results[self._rank]
-            if is_narrow:  # the owner, too, takes the rounded sum: all ranks hold the same
-                own.copy_(slices[self._rank])
+            self._add_up(addresses, terms, total)
+            own = terms[self._rank]
+            if rounded is not buffer:  # the owner, too, takes the rounded sum: all hold the same
+                own.copy_(total)
             self._tell(tag, _Phase.SUMMED, own)
-            self._read_slices((yield _Phase.SUMMED), results)
-            if is_narrow:
+            # A peer that has summed has read its term, so its sum may lie there.
+            self._read_slices((yield _Phase.SUMMED), terms)
+            if rounded is not buffer:
                 buffer.copy_(rounded)
             self._tell(tag, _Phase.DONE)
             yield _Phase.DONE
 
-        def release() -> None:
-            release_terms()
-            if is_narrow:
-                self._arena.give_back(rounded)
-
-        return _CrossMemoryWork(self._progress.start(tag, steps()), release)
+        return _CrossMemoryWork(self._progress.start(tag, steps()), self._arena, leased)
 
     def close(self) -> None:
         """See ``Transport.close``."""
         self._progress.close()
 
-    def _offer(
-        self, slices: Sequence[Tensor], tag: int, wire_dtype: torch.dtype
-    ) -> tuple["_Terms", Callable[[], None]]:
-        """Tell every peer where its term lies, in ``wire_dtype``; how to end that is returned."""
-        own = slices[self._rank]
-        leased: list[Tensor] = []
-        if own.dtype != wire_dtype:
-            numels = [part.numel() for part in slices]
-            leased = [self._arena.lease(sum(numels), wire_dtype)]
-            narrow = leased[0].split(numels)
-            for peer in self._peers:
-                narrow[peer].copy_(slices[peer])
-            slices = narrow
+    def _rounded(self, source: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """``source`` in ``wire_dtype``, and what was leased for that."""
+        if source.dtype == wire_dtype:
+            return source, []
+        rounded = self._arena.lease(source.numel(), wire_dtype).copy_(source)
+        return rounded, [rounded]
+
+    def _offer(self, source: Tensor, tag: int) -> list[Tensor]:
+        """Tell every peer where its slice of ``source`` lies; the slices."""
+        slices = cut(source, self._size)
         for peer in self._peers:
             self._progress.tell(peer, Note(tag, _Phase.READY, slices[peer].data_ptr()))
-
-        def release() -> None:
-            for buffer in leased:
-                self._arena.give_back(buffer)
-
-        return _Terms(own, wire_dtype), release
+        return slices
 
     # -- on the progress thread, one collective at a time ---------------------------------------
 
-    def _add_up(self, addresses: Sequence[int], terms: "_Terms", out: Tensor) -> None:
-        """Sum the own term and those at the peers' ``addresses`` into ``out``."""
-        dtype, own = terms.dtype, terms.own
+    def _add_up(self, addresses: Sequence[int], slices: Sequence[Tensor], out: Tensor) -> None:
+        """Sum the own slice and those at the peers' ``addresses`` into ``out``."""
+        own = slices[self._rank]
+        dtype = own.dtype
         step = CHUNK_BYTES // max(dtype.itemsize, out.dtype.itemsize)
         for begin in range(0, out.numel(), step):
             end = min(begin + step, out.numel())
@@ -162,8 +150,7 @@ class CrossMemoryTransport:
             for peer in self._peers:
                 chunk[peer] = self._scratch[peer].view(dtype)[: end - begin]
                 read(self._pids[peer], addresses[peer] + begin * dtype.itemsize, chunk[peer])
-            wide = self._scratch[self._rank].view(out.dtype)[: end - begin]
-            sum_in_rank_order(chunk, out[begin:end], self._rank, wide)
+            sum_in_rank_order(chunk, out[begin:end], self._rank)
 
     def _read_slices(self, addresses: Sequence[int], slices: Sequence[Tensor]) -> None:
         for peer in self._peers:
@@ -175,19 +162,16 @@ class CrossMemoryTransport:
             self._progress.tell_on_thread(peer, Note(tag, phase, address))
 
 
-class _Terms(NamedTuple):
-    """The terms of one sum: the own one, and the dtype of the peers'."""
-
-    own: Tensor
-    dtype: torch.dtype
-
-
 class _CrossMemoryWork:
-    def __init__(self, future: "Future[None]", release: Callable[[], None] | None = None) -> None:
+    def __init__(self, future: "Future[None]", arena: Arena, leased: Sequence[Tensor]) -> None:
         self._future = future
-        self._release = release
+        self._arena = arena
+        self._leased = leased
+
+    def is_done(self) -> bool:
+        return self._future.done() and self._future.exception() is None
 
     def wait(self) -> None:
         self._future.result()
-        if self._release is not None:
-            self._release()
+        for buffer in self._leased:
+            self._arena.give_back(buffer)

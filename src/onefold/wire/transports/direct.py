@@ -3,7 +3,7 @@
 gloo's own reduce-scatter is slower than its all-reduce; two messages per pair and a local sum are
 more than twice as fast and make the sum reproducible: ((g0 + g1) + g2) + ..., one add after
 another, whatever the unit, bucket or overlap setting. A narrower wire costs one rounding of each
-peer's term; the sum itself is in the dtype of the result.
+term; the sum itself is in the dtype of the result.
 
 Source: pairwise exchange, Thakur et al., "Optimization of Collective Communication Operations in
 MPICH" (2005), sec. 4.3.
@@ -38,11 +38,10 @@ class DirectTransport:
     ) -> Work:
         """See ``Transport.reduce_scatter``.
 
-        Memory: (W-1) * S elements of ``wire_dtype`` until the wait; twice that, and S of the
-        result's dtype, where the wire is narrower.
+        Memory: (W-1) * S elements of ``wire_dtype`` until the wait; N more where the wire is
+        narrower.
         """
-        slices = list(source.split(out.numel())) if out.numel() else [source] * self.size
-        return _RankOrderedSum(self, slices, out, tag, wire_dtype)
+        return _RankOrderedSum(self, source, out, tag, wire_dtype)
 
     def all_gather(self, shard: Tensor, out: Tensor, tag: int) -> Work:
         """See ``Transport.all_gather``. Received slices land in ``out`` without a copy."""
@@ -73,13 +72,20 @@ class DirectTransport:
         return [work]
 
 
-class _RankOrderedSum:
-    """Slice p of ``slices`` goes to rank p; this rank's slices are summed into ``out``."""
+class _DirectWork:
+    """What is started here is done when somebody waits: of messages gloo says nothing before."""
+
+    def is_done(self) -> bool:
+        return False
+
+
+class _RankOrderedSum(_DirectWork):
+    """Slice p of ``source`` goes to rank p; this rank's slices are summed into ``out``."""
 
     def __init__(
         self,
         transport: DirectTransport,
-        slices: Sequence[Tensor],
+        source: Tensor,
         out: Tensor,
         tag: int,
         wire_dtype: torch.dtype,
@@ -87,45 +93,30 @@ class _RankOrderedSum:
         self._arena = transport.arena
         self._out = out
         self._rank = transport.rank
-        own = slices[transport.rank]
         peers = peers_of(transport.rank, transport.size)
-        self._is_wide = own.dtype == wire_dtype == out.dtype
-        self._received = self._arena.lease(len(peers) * own.numel(), wire_dtype)
-        self._leased = [self._received]
-        self._terms: list[Tensor] = [own] * transport.size
+        received = self._arena.lease(len(peers) * out.numel(), wire_dtype)
+        self._leased = [received]
+        inboxes = received.split([out.numel()] * len(peers))
         self._works: list[dist.Work] = []
-        inboxes = self._received.split([own.numel()] * len(peers))
         for peer, inbox in zip(peers, inboxes, strict=True):
-            self._terms[peer] = inbox
             self._works += transport.receive(inbox, peer, tag)
-        outgoing = [slices[peer] for peer in peers]
-        if own.dtype != wire_dtype:
-            outgoing = self._narrowed(outgoing, wire_dtype)
-        for peer, part in zip(peers, outgoing, strict=True):
-            self._works += transport.send(part, peer, tag)
-
-    def _narrowed(self, slices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        numels = [part.numel() for part in slices]
-        buffer = self._arena.lease(sum(numels), dtype)
-        self._leased.append(buffer)
-        narrow = list(buffer.split(numels))
-        for wide, part in zip(slices, narrow, strict=True):
-            part.copy_(wide)
-        return narrow
+        if source.dtype != wire_dtype:
+            source = self._arena.lease(source.numel(), wire_dtype).copy_(source)
+            self._leased.append(source)
+        self._terms = cut(source, transport.size)
+        for peer, inbox in zip(peers, inboxes, strict=True):
+            self._works += transport.send(self._terms[peer], peer, tag)
+            self._terms[peer] = inbox
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        wide = None
-        if not self._is_wide:
-            wide = self._arena.lease(self._out.numel(), self._out.dtype)
-            self._leased.append(wide)
-        sum_in_rank_order(self._terms, self._out, self._rank, wide)
+        sum_in_rank_order(self._terms, self._out, self._rank)
         for buffer in self._leased:
             self._arena.give_back(buffer)
 
 
-class _Gather:
+class _Gather(_DirectWork):
     """Own ``shard`` to every peer; slice p of ``slices`` from rank p."""
 
     def __init__(
@@ -146,7 +137,7 @@ class _Gather:
             work.wait()
 
 
-class _AllReduce:
+class _AllReduce(_DirectWork):
     """In place; the all-gather starts when somebody waits."""
 
     def __init__(
@@ -156,8 +147,8 @@ class _AllReduce:
         self._buffer = buffer
         self._tag = tag
         self._wire_dtype = wire_dtype
-        slices = cut(buffer, transport.size)
-        self._sum = _RankOrderedSum(transport, slices, slices[transport.rank], tag, wire_dtype)
+        own = cut(buffer, transport.size)[transport.rank]
+        self._sum = _RankOrderedSum(transport, buffer, own, tag, wire_dtype)
 
     def wait(self) -> None:
         self._sum.wait()
