@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from onefold.backward import Backwards
 from onefold.errors import StateError
@@ -43,7 +42,7 @@ class ReadyHooks:
         self._ready: dict[int, set[int]] = {unit.index: set() for unit in units}
         self._awaited: dict[int, int] = {}
         self._streams = _Streams(units[0].spec.device if units else torch.device("cpu"))
-        self._handles: dict[int, list[RemovableHandle]] = {}  # by unit
+        self._watches: dict[int, list[_Watch]] = {}  # by unit
         backwards.on_begin.append(self._begin)
 
     def watch(self, units: Iterable[Unit]) -> None:
@@ -51,25 +50,25 @@ class ReadyHooks:
         if self._backwards.wants_scaled:
             units = self._units  # somebody always waits: an unscaled backward must be refused
         wanted = {unit.index: unit for unit in units}
-        for index in self._handles.keys() - wanted.keys():
-            _remove(self._handles.pop(index))
-        for index in wanted.keys() - self._handles.keys():
-            self._handles[index] = self._attached(wanted[index])
+        for index in self._watches.keys() - wanted.keys():
+            self._unwatch(index)
+        for index in wanted.keys() - self._watches.keys():
+            self._watches[index] = self._watched(wanted[index])
 
     def remove(self) -> None:
         """Take the hooks off the user's parameters."""
-        while self._handles:
-            _remove(self._handles.popitem()[1])
+        for index in list(self._watches):
+            self._unwatch(index)
 
-    def _attached(self, unit: Unit) -> list[RemovableHandle]:
-        handles: list[RemovableHandle] = []
-        for index, param in enumerate(unit.params):
-            handles += _hooks(
-                param,
-                before=partial(self._before, unit, index),
-                after=partial(self._after, unit, index),
-            )
-        return handles
+    def _unwatch(self, index: int) -> None:
+        for watch in self._watches.pop(index):
+            watch.end()
+
+    def _watched(self, unit: Unit) -> list["_Watch"]:
+        return [
+            _Watch(param, partial(self._before, unit, index), partial(self._after, unit, index))
+            for index, param in enumerate(unit.params)
+        ]
 
     def _begin(self, task: int) -> None:
         for ready in self._ready.values():
@@ -78,11 +77,11 @@ class ReadyHooks:
         # What the user did to `.grad` since the last backward; later it could not be told from
         # what autograd does in this one.
         for unit in self._units:
-            if unit.index in self._handles and unit.gradients.grad_full is not None:
+            if unit.index in self._watches and unit.gradients.grad_full is not None:
                 unit.gradients.collect(keeps_graph=self._backwards.keeps_graph)
         self._arming.begin(task)
 
-    def _before(self, unit: Unit, index: int, _grad: Tensor) -> None:
+    def _before(self, unit: Unit, index: int, _grads: object) -> None:
         self._backwards.check_scaled(unit.slots[index].name)
         if unit.gradients.grad_full is not None:
             return
@@ -96,7 +95,7 @@ class ReadyHooks:
             )
         unit.gradients.bind()
 
-    def _after(self, unit: Unit, index: int, _param: nn.Parameter) -> None:
+    def _after(self, unit: Unit, index: int, *_grads: object) -> None:
         task = self._backwards.observe()
         unit.gradients.absorb(index)
         self._streams.note()
@@ -145,22 +144,27 @@ class _Streams:
         self._seen.clear()
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+class _Watch:
+    """Hooks around the node that accumulates into one parameter, while this object lives.
 
+    torch makes the node anew when nobody holds it, so no trace of the hooks is left. Hooks of the
+    parameter itself would leave one: for a tensor that once had hooks torch calls into Python for
+    ever, which made every backward in a window 9% slower for a model of 800 small parameters.
+    """
 
-def _hooks(
-    param: nn.Parameter,
-    before: Callable[[Tensor], None],
-    after: Callable[[nn.Parameter], None],
-) -> list[RemovableHandle]:
-    """Hooks on ``param``, also if it does not require gradients just now."""
-    requires_grad = param.requires_grad
-    param.requires_grad_(True)
-    handles = [
-        param.register_hook(before),
-        param.register_post_accumulate_grad_hook(after),
-    ]
-    param.requires_grad_(requires_grad)
-    return handles
+    def __init__(
+        self,
+        param: nn.Parameter,
+        before: Callable[..., None],
+        after: Callable[..., None],
+    ) -> None:
+        requires_grad = param.requires_grad
+        param.requires_grad_(True)  # it may be frozen just now
+        self._node = torch.autograd.graph.get_gradient_edge(param).node
+        param.requires_grad_(requires_grad)
+        self._handles = [self._node.register_prehook(before), self._node.register_hook(after)]
+
+    def end(self) -> None:
+        """Take the hooks off; a graph may hold the node."""
+        for handle in self._handles:
+            handle.remove()

@@ -138,7 +138,8 @@ class ModuleHooks:
         task = self._backwards.observe_gradient()
         makes_graph = torch.is_grad_enabled()  # create_graph
         for block, use in uses:
-            self._unsharder.hold_for_backward(block, use, task)
+            if block not in self._unsharder.resident:  # no backward outlives the scope it runs in
+                self._unsharder.hold_for_backward(block, use, task)
             if makes_graph:
                 self._unsharder.keep(block)
 
