@@ -5,8 +5,8 @@ same pair of forward hooks, so that a call of the model, of a block or of any su
 right; the outermost such forward is a pass, in which the order of blocks is seen. The hook after
 forward leaves hooks on the outputs, which hold the block before its backward; before the outermost
 forward of a block hooks are left on its inputs, which release it after. Where nothing will be freed
-before the backward (in a window, or because parameters are Replicate) the outputs of the outermost
-forward are enough, and modules inside it cost next to nothing.
+when a forward ends (in a window, or because parameters are Replicate) only a pass leaves hooks, on
+its outputs, for all blocks inside it: its backward may come when the window has been closed.
 
 An input was made before the block's forward, so autograd, which runs the latest node first, has run
 all of the block when the gradient of any non-leaf input is complete. Where no input needs a
@@ -41,6 +41,7 @@ class ModuleHooks:
         self._unsharder = unsharder
         self._backwards = backwards
         self._num_running = 0  # forwards of modules with hooks
+        self._inside: dict[int, int] = {}  # uses of resident blocks in the pass that runs
         self._depth: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         # Numbers the outermost forwards of each block: one's input may be the other's output.
         self._uses: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
@@ -94,11 +95,15 @@ class ModuleHooks:
             self._backwards.settle()
             if is_outermost:
                 self._unsharder.start_pass(blocks)
+        if is_outermost:
+            self._inside = {}
         watches = torch.is_grad_enabled()
         for block in blocks:
             if not self._depth[block]:
                 self._uses[block] += 1
-                if watches and block not in self._unsharder.resident:
+                if block in self._unsharder.resident:
+                    self._inside[block] = self._uses[block]
+                elif watches:
                     # Now, not after: a forward may put its outputs into a dict that it was given.
                     self._watch_inputs(block, args, kwargs)
             self._depth[block] += 1
@@ -110,8 +115,10 @@ class ModuleHooks:
         for block in blocks:
             self._depth[block] -= 1
         is_nested = self._is_nested(blocks)
-        if torch.is_grad_enabled() and not (is_nested and self._stay(blocks)):
+        is_outermost = self._num_running == 0
+        if torch.is_grad_enabled() and (is_outermost or not self._stay(blocks)):
             uses = [(block, self._uses[block]) for block in blocks]
+            uses += self._inside.items() if is_outermost else ()
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_BeforeBackward(self, uses))
@@ -138,8 +145,7 @@ class ModuleHooks:
         task = self._backwards.observe_gradient()
         makes_graph = torch.is_grad_enabled()  # create_graph
         for block, use in uses:
-            if block not in self._unsharder.resident:  # no backward outlives the scope it runs in
-                self._unsharder.hold_for_backward(block, use, task)
+            self._unsharder.hold_for_backward(block, use, task)
             if makes_graph:
                 self._unsharder.keep(block)
 

@@ -109,7 +109,14 @@ class Unsharder:
     # -- backwards --------------------------------------------------------------------------
 
     def hold_for_backward(self, block: int, use: int, task: int) -> None:
-        """Backward ``task`` reaches a use of ``block``; the last use to be left releases it."""
+        """Backward ``task`` reaches a use of ``block``; the last use to be left releases it.
+
+        A resident block is held by its scope, which no backward that runs in it outlives.
+        """
+        if block in self.resident:
+            for unit in self._block_units[block]:
+                unit.finish_unshard()  # this may be its first use in the scope
+            return
         held = self._backward_holds.setdefault(task, {})
         if block in held:
             held[block].add(use)
