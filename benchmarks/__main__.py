@@ -3,6 +3,7 @@
 import os
 import platform
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -31,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 150)  # a log has no width of its own
 
 
 @app.command("full")
