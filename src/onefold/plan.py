@@ -132,7 +132,7 @@ def build_plan(module: nn.Module, config: Config, trainable: Iterable[Tensor], g
     else:
         bucket_numel, note = _bucket_numel(config, members.values())
         notes.append(note)
-        groups = _by_bucket(module, members, bucket_numel)
+        groups = _by_bucket(module, config.block_classes, members, bucket_numel)
     blocks, units = _units_of(module, groups, config, grid)
     told = tuple(note for note in notes if note)
     dense = grid.cut(DENSE, 0, shards=home.shards_optimizer)
@@ -231,7 +231,10 @@ def _bucket_numel(config: Config, members: Iterable[_Member]) -> tuple[int, str]
 
 
 def _by_bucket(
-    module: nn.Module, members: dict[int, _Member], bucket_numel: int
+    module: nn.Module,
+    block_classes: Sequence[str],
+    members: dict[int, _Member],
+    bucket_numel: int,
 ) -> Iterator[tuple[str, list[_Member], tuple[nn.Module, ...]]]:
     """Parameters in reverse registration order; a bucket is closed before it would overflow."""
     bucket: list[_Member] = []
@@ -246,9 +249,16 @@ def _by_bucket(
         numel += size
     if bucket:
         buckets.append(bucket)
+    # Repeated blocks are told of, too: who listens to them need not listen to all inside them.
+    repeated = {
+        id(param): block
+        for _, block in _repeated_blocks(module, block_classes)
+        for param in block.parameters()
+    }
     for bucket in buckets:
+        around = [repeated[key] for m in bucket if (key := id(m.slot.param)) in repeated]
         owners = _owners(module, bucket)
-        yield f"bucket({bucket[0].slot.name})", bucket, (module, *owners)
+        yield f"bucket({bucket[0].slot.name})", bucket, (module, *around, *owners)
 
 
 def _by_repeated_block(

@@ -367,15 +367,15 @@ def test_a_budget_on_one_rank_only_does_not_hang(ctx: RankContext) -> None:
 @pytest.mark.parametrize("stage", SHARDED)
 def test_kept_units_have_no_hooks(ctx: RankContext, stage: int) -> None:
     engine = terrace(ctx, stage)
-    budget = between(engine)
+    budget, hooks = between(engine), engine._transaction._hooks
     with engine.coalesce_grad_reduction(max_bytes=budget) as window:
         assert 0 < len(window.kept.units) < len(engine._trainable)
         for unit in engine._trainable:
             is_kept = unit.index in window.kept.units
+            assert (unit.index in hooks._watches) is not is_kept
             for param in unit.params:
-                assert bool(param._backward_hooks) is not is_kept
                 assert (param.grad is not None) is is_kept, "bound beforehand"
-    assert all(param._backward_hooks for param in engine.module.parameters())
+    assert set(hooks._watches) == {unit.index for unit in engine._trainable}
 
 
 @distributed(world_size=[2, 4])

@@ -5,8 +5,9 @@ same pair of forward hooks, so that a call of the model, of a block or of any su
 right; the outermost such forward is a pass, in which the order of blocks is seen. The hook after
 forward leaves hooks on the outputs, which hold the block before its backward; before the outermost
 forward of a block hooks are left on its inputs, which release it after. Where nothing will be freed
-when a forward ends (in a window, or because parameters are Replicate) only a pass leaves hooks, on
-its outputs, for all blocks inside it: its backward may come when the window has been closed.
+when a forward ends (in a window, or because parameters are Replicate) a pass leaves hooks for all
+blocks inside it, because its backward may come when the window has been closed, and forwards
+directly inside it leave some, because it may itself run a backward from them; none deeper inside.
 
 An input was made before the block's forward, so autograd, which runs the latest node first, has run
 all of the block when the gradient of any non-leaf input is complete. Where no input needs a
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onefold.backward import NOT_RUNNING, Backwards
+from onefold.backward import NOT_RUNNING, Backwards, current_task
 from onefold.errors import StateError
 from onefold.param.unshard import Unsharder
 from onefold.parts import Parts
@@ -41,6 +42,7 @@ class ModuleHooks:
         self._unsharder = unsharder
         self._backwards = backwards
         self._num_running = 0  # forwards of modules with hooks
+        self._settled_task = NOT_RUNNING  # a backward that has nothing to ask for any more
         self._inside: dict[int, int] = {}  # uses of resident blocks in the pass that runs
         self._depth: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         # Numbers the outermost forwards of each block: one's input may be the other's output.
@@ -116,7 +118,8 @@ class ModuleHooks:
             self._depth[block] -= 1
         is_nested = self._is_nested(blocks)
         is_outermost = self._num_running == 0
-        if torch.is_grad_enabled() and (is_outermost or not self._stay(blocks)):
+        is_near = self._num_running <= 1
+        if torch.is_grad_enabled() and (is_near or not self._stay(blocks)):
             uses = [(block, self._uses[block]) for block in blocks]
             uses += self._inside.items() if is_outermost else ()
             for tensor in _tensors(output):
@@ -142,12 +145,16 @@ class ModuleHooks:
 
     def before_backward(self, uses: Sequence[tuple[int, int]]) -> None:
         """The gradient of an output is known: the backward of these uses of blocks is next."""
+        if current_task() == self._settled_task:
+            return
         task = self._backwards.observe_gradient()
         makes_graph = torch.is_grad_enabled()  # create_graph
         for block, use in uses:
             self._unsharder.hold_for_backward(block, use, task)
             if makes_graph:
                 self._unsharder.keep(block)
+        if not makes_graph and self._unsharder.has_everything():
+            self._settled_task = task  # which ends before the scope that keeps everything here
 
     def after_backward(self, block: int, use: int) -> None:
         """The gradient of an input is known: the backward of this use of ``block`` is over."""

@@ -65,6 +65,12 @@ class Unsharder:
         if failures:
             raise failures[0]
 
+    def has_everything(self) -> bool:
+        """Every block is resident, and has arrived."""
+        return len(self.resident) == len(self._blocks) and all(
+            unit.is_unsharded for unit in self.gather_order
+        )
+
     def _in_gather_order(self, blocks: Set[int]) -> list[Unit]:
         return [unit for block in sorted(blocks, reverse=True) for unit in self._block_units[block]]
 
