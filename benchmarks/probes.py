@@ -45,9 +45,13 @@ def loopback_bytes() -> int | None:
 
 
 def unique_bytes() -> int:
-    """Anonymous memory of this process, and its share of memory that processes share."""
+    """Anonymous memory of this process, and its share of memory that processes share.
+
+    Without what is mapped still but offered to the kernel, which takes it when it wants memory.
+    """
     fields = dict(line.split()[:2] for line in _SMAPS.read_text().splitlines()[1:])
-    return 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]))
+    held = int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]) - int(fields["LazyFree:"])
+    return 1024 * held
 
 
 def settled_bytes() -> int:

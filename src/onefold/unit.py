@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from onefold.errors import StateError
 from onefold.gradients import Gradients
-from onefold.wire.buffer import Arena, advise_huge_pages
+from onefold.wire.buffer import Arena, empty, refill
 from onefold.wire.collectives import Collectives, Handle
 from onefold.wire.grid import ReduceGroup
 from onefold.wire.layout import FlatLayout, Piece
@@ -147,8 +147,7 @@ class Unit:
     def allocate(self) -> None:
         """Give ``param_full`` its memory, zeroed, before the first values are written into it."""
         if not self.param_full.untyped_storage().nbytes():
-            self.param_full.untyped_storage().resize_(self.full_bytes)
-            advise_huge_pages(self.param_full)
+            refill(self.param_full)
             self.param_full.zero_()
 
     def place(self) -> None:
@@ -209,8 +208,7 @@ class Unit:
         self._check_not_lost()
         # The storage object stays the same for ever: views that autograd saved before it was
         # emptied (a transposed weight) are valid again once it is filled.
-        self.param_full.untyped_storage().resize_(self.full_bytes)
-        advise_huge_pages(self.param_full)
+        refill(self.param_full)
         shard = self.param_shard
         if self.spec.offloads_parameters:  # in its place, from where it is sent
             shard = self.param_full[self._own_slice].copy_(shard, non_blocking=True)
@@ -338,11 +336,12 @@ class Unit:
         self._graph_versions = [param._version for param in self.params]
         torch.autograd.graph.increment_version(self.params)
         self._point_at([self._freed.expand(slot.size) for slot in self.slots])
-        if not self.param_full.untyped_storage().resizable():
-            # Somebody made a numpy array of a parameter; that array keeps the old memory.
+        if self.param_full.untyped_storage().resizable():
+            empty(self.param_full, len(self.views), self._nothing)
+        else:  # somebody made a numpy array of a parameter; that array keeps the old memory
             self.param_full = torch.empty_like(self.param_full)
             self.views = self.views_of(self.param_full)
-        self.param_full.untyped_storage().resize_(0)
+            self.param_full.untyped_storage().resize_(0)
 
     def _point_at(self, tensors: Sequence[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

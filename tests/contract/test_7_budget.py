@@ -94,7 +94,7 @@ class Peak:
         leases = arena(self._engine)
         units = self._engine._units
         params = sum(unit.param_full.untyped_storage().nbytes() for unit in units)
-        return params + leases.leased_bytes + leases._kept_bytes
+        return params + leases.leased_bytes + leases.kept_bytes
 
     def look(self) -> None:
         self.num_bytes = max(self.num_bytes, self._live() - self._home)

@@ -39,7 +39,7 @@ def test_what_is_held_between_steps(size: int, stage: int, is_narrow: bool) -> N
             run_step(engine, n)
             assert home_bytes(engine) == parameters + masters
             arena = engine._parts.arena
-            assert (arena.leased_bytes, arena._kept_bytes) == (0, 0)
+            assert (arena.leased_bytes, arena.kept_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)

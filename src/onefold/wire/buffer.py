@@ -1,9 +1,14 @@
-"""Arena: where full-size buffers are leased from, and where they go back.
+"""Memory that comes and goes: the arena of leases, and buffers that are emptied and refilled.
 
 One arena per engine. Large CPU buffers lie on huge pages where the platform has them, because a
 fresh buffer on small pages costs several times more page faults than the reduction it serves.
 Buffers that come back are kept for the next lease of their size, until a lease of another size, or
 ``trim``, which the engine calls between steps; between steps an arena holds nothing.
+
+What is not held is *offered*: large CPU memory stays mapped, and the kernel takes its pages as soon
+as anybody wants memory. Who comes back first finds them where they were, without a page fault.
+
+Source: ``MADV_FREE`` and ``MADV_HUGEPAGE`` of ``madvise(2)``.
 """
 
 import ctypes
@@ -11,7 +16,7 @@ import logging
 import mmap
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,6 +26,8 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES: Final = 2 << 20
+
+_Size = tuple[int, torch.dtype]
 
 
 class Arena:
@@ -36,38 +43,42 @@ class Arena:
         self._is_pinned = is_pinned
         self.leased_bytes = 0
         self.peak_bytes = 0
-        self._kept_bytes = 0
-        self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._kept: dict[_Size, list[Tensor]] = defaultdict(list)
+        self._offered: dict[_Size, list[Tensor]] = defaultdict(list)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that came back and wait for the next lease."""
+        return sum(buffer.nbytes for buffers in self._kept.values() for buffer in buffers)
 
     def lease(self, numel: int, dtype: torch.dtype, *, zeroed: bool = False) -> Tensor:
         """A flat buffer ``[numel]``; its contents are undefined unless ``zeroed``.
 
         The lease ends with ``give_back``.
         """
-        numel_bytes = numel * dtype.itemsize
-        kept = self._kept[numel, dtype]
-        if kept:
-            buffer = kept.pop()
-            self._kept_bytes -= numel_bytes
-            if zeroed:
-                buffer.zero_()
-        else:
+        size = numel, dtype
+        if not self._kept[size]:
             self.trim()  # what is kept does not fit: units of many sizes must not add up
+        buffer = _pop(self._kept[size]) if self._kept[size] else _pop(self._offered[size])
+        if buffer is None:
             buffer = self.allocate(numel, dtype, zeroed=zeroed)
-        self.leased_bytes += numel_bytes
-        self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._kept_bytes)
+        elif zeroed:
+            buffer.zero_()
+        self.leased_bytes += buffer.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self.kept_bytes)
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """End a lease. The caller must not touch the buffer again."""
         self.leased_bytes -= buffer.nbytes
-        self._kept_bytes += buffer.nbytes
         self._kept[buffer.numel(), buffer.dtype].append(buffer)
 
     def trim(self) -> None:
-        """Return every kept buffer to the operating system."""
+        """Hold nothing for reuse: offer every kept buffer, or free it where that cannot be."""
+        for size, buffers in self._kept.items():
+            # What a user's tensor still looks at (a gradient of the last step) stays as it is.
+            self._offered[size] += [one for one in buffers if not is_watched(one) and offer(one)]
         self._kept.clear()
-        self._kept_bytes = 0
 
     def settle(self) -> None:
         """Wait until what was started on the device has reached host memory."""
@@ -101,11 +112,63 @@ def _huge_pages(num_bytes: int) -> Tensor:
     # Python's default, is never on huge pages unless the administrator of the machine says so.
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, **private)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -memory.data_ptr() % HUGE_PAGE_BYTES
-    aligned = memory[start : start + num_bytes]
-    advise_huge_pages(aligned)
-    return aligned
+    start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    memory = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=start)
+    advise_huge_pages(memory)
+    return memory
+
+
+# -- buffers that are emptied and refilled, while tensors go on pointing at their storage ---------
+
+
+def refill(buffer: Tensor) -> None:
+    """Give a flat ``buffer`` that was emptied its memory back; its contents are undefined.
+
+    Args:
+        buffer: the whole of its storage, which stays the same object.
+    """
+    if not buffer.untyped_storage().nbytes():
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        advise_huge_pages(buffer)
+
+
+def empty(buffer: Tensor, num_watchers: int, nothing: float) -> None:
+    """Let go of the memory of a flat ``buffer``: offered where that can be, else freed.
+
+    Args:
+        buffer: the whole of its storage, which must be resizable.
+        num_watchers: views of it that are known not to be read before ``refill``.
+        nothing: what other views read where the memory is only offered and nobody took it.
+    """
+    if is_watched(buffer, num_watchers) and can_offer(buffer):
+        buffer.fill_(nothing)
+    if not offer(buffer):
+        buffer.untyped_storage().resize_(0)
+
+
+def is_watched(buffer: Tensor, num_watchers: int = 0) -> bool:
+    """Whether more tensors than ``num_watchers`` look at the storage of ``buffer``."""
+    return _num_uses(buffer) - num_watchers > _NUM_OWN_USES
+
+
+def _num_uses(buffer: Tensor) -> int:
+    uses: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return uses
+
+
+_NUM_OWN_USES: Final = _num_uses(torch.empty(1))
+
+
+def _pop(buffers: list[Tensor]) -> Tensor | None:
+    """One of ``buffers`` that nobody looks at; those that somebody does are his from now on."""
+    while buffers:
+        buffer = buffers.pop()
+        if not is_watched(buffer):
+            return buffer
+    return None
+
+
+# -- advice to the kernel -------------------------------------------------------------------------
 
 
 def advise_huge_pages(memory: Tensor) -> None:
@@ -114,19 +177,41 @@ def advise_huge_pages(memory: Tensor) -> None:
     Args:
         memory: any tensor; its bytes lie in a row. Small or GPU memory is left as it is.
     """
-    if memory.device.type != "cpu" or memory.nbytes < HUGE_PAGE_BYTES or _madvise is None:
-        return
-    begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    if _madvise(begin, memory.data_ptr() + memory.nbytes - begin, mmap.MADV_HUGEPAGE):
-        log.debug("no huge pages: errno %d", ctypes.get_errno())
+    if _is_large(memory):
+        begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        _advise(begin, memory.data_ptr() + memory.nbytes, "MADV_HUGEPAGE")
 
 
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
+def offer(memory: Tensor) -> bool:
+    """Let the kernel take the pages of large CPU memory when it wants them; False if it will not.
+
+    Until it does, the memory counts as resident (``LazyFree`` in Linux's ``smaps``), and whoever
+    writes to it has it back. Contents are undefined from here on.
+    """
+    if not can_offer(memory):
+        return False
+    begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    return _advise(begin, end, "MADV_FREE")
 
 
-_madvise: Final = _find_madvise()
+def can_offer(memory: Tensor) -> bool:
+    """Whether it is of the kind that ``offer`` is for: on CPU, large, not pinned."""
+    return _is_large(memory) and not memory.is_pinned()
+
+
+def _is_large(memory: Tensor) -> bool:
+    return memory.device.type == "cpu" and memory.numel() * memory.itemsize >= HUGE_PAGE_BYTES
+
+
+def _advise(begin: int, end: int, advice: str) -> bool:
+    value = getattr(mmap, advice, None)
+    if _libc is None or value is None:
+        return False
+    if _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), value):
+        log.debug("%s: errno %d", advice, ctypes.get_errno())
+        return False
+    return True
+
+
+_libc: Final = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
