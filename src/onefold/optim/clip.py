@@ -17,7 +17,7 @@ from onefold.unit import Unit
 from onefold.wire.control import Control
 
 _SMALL: Final = 1e-6
-_CHUNK_NUMEL: Final = 1 << 16
+_CHUNK_NUMEL: Final = 1 << 19
 
 
 def global_norm(units: Sequence[Unit], control: Control, order: float = 2.0) -> float:
