@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import onefold
+from benchmarks.streams import Late, on_side
 from onefold.wire.buffer import Arena
 from onefold.wire.transports import NativeTransport
 
@@ -40,8 +41,6 @@ RESULTS: Final = Path(__file__).parent / "results" / "gpu.json"
 STAGES: Final = (0, 1, 2, 3)
 MODES: Final = ("bare", "window", "armed")
 BF16: Final = {"bf16": {"enabled": True}}
-SLEEP_CYCLES: Final = 20_000_000
-"""Some ten milliseconds of a GPU: longer than a small unit's reduction takes."""
 
 
 class Sizes(NamedTuple):
@@ -132,43 +131,16 @@ def check_native(bench: Bench) -> None:
 # -- exact: streams --------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def on_side(side: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Issue to ``side``, ordered after and before the current stream as torch asks for."""
-    if side is None:
-        yield
-        return
-    current = torch.cuda.current_stream(side.device)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        yield
-    current.wait_stream(side)
-
-
-class Late(torch.autograd.Function):
-    """The identity; in backward a long kernel comes before the one that makes the gradient."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
-        if grads[0].is_cuda:
-            torch.cuda._sleep(SLEEP_CYCLES)
-        return grads[0].clone()
-
-
 class Room(nn.Module):
     """The mean of ``w * x`` times its size: the gradient of every element is ``x``."""
 
-    def __init__(self, numel: int, side: "torch.cuda.Stream | None") -> None:
+    def __init__(self, numel: int, is_on_side: bool) -> None:
         super().__init__()
-        self.side = side
+        self.is_on_side = is_on_side
         self.w = nn.Parameter(torch.zeros(numel))
 
     def forward(self, x: float) -> Tensor:
-        with on_side(self.side):
+        with on_side(self.w.device, self.is_on_side):
             weight: Tensor = Late.apply(self.w)  # type: ignore[no-untyped-call]
             loss = (weight.float() * x).sum()
         if loss.is_cuda:
@@ -181,10 +153,8 @@ class Rooms(nn.Module):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__()
-        side = torch.cuda.Stream(bench.device) if bench.device.type == "cuda" else None
-        self.rooms = nn.ModuleList(
-            Room(bench.sizes.room_numel, side if index % 2 else None) for index in range(8)
-        )
+        numel = bench.sizes.room_numel
+        self.rooms = nn.ModuleList(Room(numel, index % 2 == 1) for index in range(8))
 
     def forward(self, x: float) -> Tensor:
         return torch.stack([room((i % 3 + 1) * x) for i, room in enumerate(self.rooms)]).sum()

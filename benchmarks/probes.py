@@ -1,39 +1,14 @@
-"""Probes: what an untimed step sends, holds and calls, seen from outside of the engine."""
+"""Probes: what an untimed step sends and holds, seen from outside of the engine."""
 
 import ctypes
 import gc
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
-
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing import Final, Self
 
 _SMAPS: Final = Path("/proc/self/smaps_rollup")
 _LOOPBACK: Final = Path("/sys/class/net/lo/statistics/tx_bytes")
 _SAMPLE_S: Final = 0.004
-
-
-class CommCount(TorchDispatchMode):
-    """Counts the operations of torch's c10d layer that this thread calls, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.overloadpacket.__name__
-            if name not in ("barrier", "wait_tensor"):
-                self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def loopback_bytes() -> int | None:

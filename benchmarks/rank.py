@@ -19,13 +19,15 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks import engines
 from benchmarks.cell import Cell, EngineName, HostCell
+from benchmarks.comm_log import CommLog
 from benchmarks.engines import Engine, Setting
 from benchmarks.own import Onefold
-from benchmarks.probes import CommCount, PeakMemory, loopback_bytes, settled_bytes
+from benchmarks.probes import PeakMemory, loopback_bytes, settled_bytes
 from benchmarks.results import HostResult, Probe, Timing
 from benchmarks.workloads import WORKLOADS
 from onefold.cli.record import Recorder
 
+NOT_DATA = ("barrier", "wait_tensor")
 WARM_UP_BACKWARDS = 2
 TIMEOUT = timedelta(minutes=6)  # a rank whose peer is gone, and the command too, ends by itself
 
@@ -128,7 +130,7 @@ def probe(cell: Cell, text: str) -> Probe:
         held = settled_bytes() - before
         mark = engine.ledger.mark() if engine.ledger is not None else {}
         dist.barrier()
-        sent, calls, memory = loopback_bytes(), CommCount(), PeakMemory()
+        sent, calls, memory = loopback_bytes(), CommLog(), PeakMemory()
         dist.barrier()
         recorder = _Recorded(engine, cell.num_backwards)
         with recorder, calls, memory:
@@ -146,7 +148,7 @@ def probe(cell: Cell, text: str) -> Probe:
                 None if sent is None or received is None else (received - sent) // cell.world_size
             ),
             collectives=(
-                dict(calls.counts)
+                {op: count for op, count in calls.counts.items() if op not in NOT_DATA}
                 if counted is None
                 else {kind: total.count for kind, total in counted.items()}
             ),

@@ -105,6 +105,8 @@ def _windows(run: Run) -> Iterator[Judged]:
                 fsdp2,
                 min((one for one in against if one is not None), default=None),
             )
+            if engine.endswith("@3"):
+                yield _at_least(f"FSDP2 deferred, fully sharded / {name}", fsdp2, against[1])
 
 
 def _bare(run: Run) -> Iterator[Judged]:

@@ -35,13 +35,15 @@ class Block:
     Attributes:
         name: the block's module, or the first parameter of its bucket.
         units: indices of its units in the plan.
-        modules: modules whose forward needs the block: its own, and each that owns a parameter.
+        modules: whose forward needs it: its own, and owners of its parameters that are not inner.
+        inner: the owners inside a repeated module, which stands for them in ``modules``.
         is_root: it holds what is in no repeated block.
     """
 
     name: str
     units: tuple[int, ...]
     modules: tuple[nn.Module, ...]
+    inner: tuple[nn.Module, ...]
     is_root: bool
 
 
@@ -127,13 +129,14 @@ def build_plan(module: nn.Module, config: Config, trainable: Iterable[Tensor], g
     found = {member.reduce_group for member in members.values()}
     reduce_groups = (DENSE, *sorted(found - {DENSE}))
     grid.check(reduce_groups)
+    repeated = dict(_repeated_blocks(module, config.block_classes))
     if home.shards_parameters:
-        groups = _by_repeated_block(module, config.block_classes, members)
+        groups = _by_repeated_block(module, repeated, members)
     else:
         bucket_numel, note = _bucket_numel(config, members.values())
         notes.append(note)
-        groups = _by_bucket(module, config.block_classes, members, bucket_numel)
-    blocks, units = _units_of(module, groups, config, grid)
+        groups = _by_bucket(module, members, bucket_numel)
+    blocks, units = _units_of(module, repeated, groups, config, grid)
     told = tuple(note for note in notes if note)
     dense = grid.cut(DENSE, 0, shards=home.shards_optimizer)
     sizes = len(dense.shard.members), len(dense.replicate.members)
@@ -231,11 +234,8 @@ def _bucket_numel(config: Config, members: Iterable[_Member]) -> tuple[int, str]
 
 
 def _by_bucket(
-    module: nn.Module,
-    block_classes: Sequence[str],
-    members: dict[int, _Member],
-    bucket_numel: int,
-) -> Iterator[tuple[str, list[_Member], tuple[nn.Module, ...]]]:
+    module: nn.Module, members: dict[int, _Member], bucket_numel: int
+) -> Iterator[tuple[str, list[_Member], nn.Module]]:
     """Parameters in reverse registration order; a bucket is closed before it would overflow."""
     bucket: list[_Member] = []
     numel = 0
@@ -249,29 +249,20 @@ def _by_bucket(
         numel += size
     if bucket:
         buckets.append(bucket)
-    # Repeated blocks are told of, too: who listens to them need not listen to all inside them.
-    repeated = {
-        id(param): block
-        for _, block in _repeated_blocks(module, block_classes)
-        for param in block.parameters()
-    }
     for bucket in buckets:
-        around = [repeated[key] for m in bucket if (key := id(m.slot.param)) in repeated]
-        owners = _owners(module, bucket)
-        yield f"bucket({bucket[0].slot.name})", bucket, (module, *around, *owners)
+        yield f"bucket({bucket[0].slot.name})", bucket, module
 
 
 def _by_repeated_block(
-    module: nn.Module, block_classes: Sequence[str], members: dict[int, _Member]
-) -> Iterator[tuple[str, list[_Member], tuple[nn.Module, ...]]]:
+    module: nn.Module, repeated: dict[str, nn.Module], members: dict[int, _Member]
+) -> Iterator[tuple[str, list[_Member], nn.Module]]:
     """The last repeated block first, the root block at the end."""
-    repeated = list(_repeated_blocks(module, block_classes))
     homes: dict[int, set[int]] = defaultdict(set)
-    for position, (_, block) in enumerate(repeated):
+    for position, block in enumerate(repeated.values()):
         for param in block.parameters():
             homes[id(param)].add(position)
-    inside = {id(param) for _, block in repeated for param in block.parameters()}
-    outside = {id(child) for _, block in repeated for child in block.modules()}
+    inside = {id(param) for block in repeated.values() for param in block.parameters()}
+    outside = {id(child) for block in repeated.values() for child in block.modules()}
     for child in module.modules():
         if id(child) not in outside:
             for tied in child._parameters.values():
@@ -281,12 +272,11 @@ def _by_repeated_block(
     for key, member in members.items():
         places = homes.get(key, {-1})
         inhabitants[-1 if len(places) > 1 else min(places)].append(member)
-    for position in reversed(range(len(repeated))):
-        name, block = repeated[position]
+    for position, (name, block) in reversed(list(enumerate(repeated.items()))):
         if own := inhabitants[position]:
-            yield name, own, (block, *_owners(block, own))
+            yield name, own, block
     if root := inhabitants[-1]:
-        yield "root", root, (module, *_owners(module, root))
+        yield "root", root, module
 
 
 def _repeated_blocks(
@@ -314,26 +304,32 @@ def _repeated_blocks(
     yield from visit("", module)
 
 
-def _owners(module: nn.Module, members: Iterable[_Member]) -> list[nn.Module]:
-    """The modules below ``module`` that own one of the parameters directly."""
+def _modules_of(
+    own: nn.Module, repeated: Iterable[nn.Module], members: Iterable[_Member]
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """Of a block, the modules and the inner modules."""
     wanted = {id(member.slot.param) for member in members}
-    return [
-        child
-        for child in module.modules()
-        if child is not module
-        and any(id(param) in wanted for param in child._parameters.values() if param is not None)
-    ]
+
+    def owns(child: nn.Module) -> bool:
+        return any(id(param) in wanted for param in child._parameters.values() if param is not None)
+
+    around = [block for block in repeated if any(map(owns, block.modules()))]
+    inside = {child for block in around for child in block.modules()}.difference(around)
+    owners = [child for child in own.modules() if owns(child)]
+    outer = (child for child in owners if child not in inside)
+    return tuple(dict.fromkeys((own, *around, *outer))), tuple(c for c in owners if c in inside)
 
 
 def _units_of(
     module: nn.Module,
-    groups: Iterable[tuple[str, list[_Member], tuple[nn.Module, ...]]],
+    repeated: dict[str, nn.Module],
+    groups: Iterable[tuple[str, list[_Member], nn.Module]],
     config: Config,
     grid: Grid,
 ) -> tuple[tuple[Block, ...], tuple[UnitSpec, ...]]:
     blocks: list[Block] = []
     units: list[UnitSpec] = []
-    for block_name, members, modules in groups:
+    for block_name, members, own in groups:
         kinds: dict[tuple[torch.dtype, torch.device, ReduceGroup, bool], list[Slot]]
         kinds = defaultdict(list)
         for member in members:
@@ -349,8 +345,9 @@ def _units_of(
             name = block_name if len(kinds) == 1 else f"{block_name}/{len(indices)}"
             indices.append(len(units))
             units.append(_unit_of(len(units), name, slots, kind, config, grid))
-        is_root = HOME[config.stage].shards_parameters and modules[0] is module
-        blocks.append(Block(block_name, tuple(indices), modules, is_root))
+        is_root = HOME[config.stage].shards_parameters and own is module
+        modules, inner = _modules_of(own, repeated.values(), members)
+        blocks.append(Block(block_name, tuple(indices), modules, inner, is_root))
     return tuple(blocks), tuple(units)
 
 

@@ -9,11 +9,9 @@ The same bodies run on the CPU, where streams are nothing, so that their numbers
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import onefold
+from benchmarks.streams import Late, on_side
 from tests import rig
 from tests.cases.modes import assert_num_reductions, during, num_units, scope
 from tests.harness import RankContext
 
 WORLD_SIZE, NUM_ROOMS, NUMEL, STEPS, BACKWARDS = 2, 8, 1 << 16, 3, 2
-SLEEP_CYCLES = 20_000_000
-"""Some ten milliseconds: longer than a reduction of a few units takes."""
 MODES = ["bare", "armed", "window", "no_sync"]
 """The first two reduce while backward runs, the others do not."""
 
@@ -60,44 +57,6 @@ def _rank(rank: int, body: Body, rendezvous: str) -> None:
         ctx.device = device
         body(ctx)
         torch.cuda.synchronize()
-
-
-@functools.cache
-def side_stream(device: torch.device) -> "torch.cuda.Stream":
-    """One per process, so that what was issued to it in an earlier step may still run."""
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def on_side(device: torch.device, is_on: bool = True) -> Iterator[None]:
-    """Issue to the side stream, ordered after and before the current one as torch asks for."""
-    if device.type != "cuda" or not is_on:
-        yield
-        return
-    current, side = torch.cuda.current_stream(device), side_stream(device)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        yield
-    current.wait_stream(side)
-
-
-def sleep(device: torch.device) -> None:
-    """Keep the current stream busy."""
-    if device.type == "cuda":
-        torch.cuda._sleep(SLEEP_CYCLES)
-
-
-class Late(torch.autograd.Function):
-    """The identity; in backward a long kernel comes before the one that makes the gradient."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
-        sleep(grads[0].device)
-        return grads[0].clone()
 
 
 class LateRoom(nn.Module):

@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.streams import Late, on_side, side_stream, sleep
 from tests import rig
 from tests.cases.gpu import (
     NUM_ROOMS,
     NUMEL,
-    Late,
     LateRooms,
-    on_side,
     run_on_gpus,
-    side_stream,
-    sleep,
     train,
 )
 from tests.harness import RankContext, distributed

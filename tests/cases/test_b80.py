@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases.gpu import NUMEL, on_side, run_on_gpus, train
+from benchmarks.streams import on_side
+from tests.cases.gpu import NUMEL, run_on_gpus, train
 from tests.harness import RankContext, distributed
 
 SIZES = [NUMEL, 2 * NUMEL, NUMEL // 2]

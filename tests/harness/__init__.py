@@ -17,7 +17,7 @@
 Importing this package starts nothing.
 """
 
-from tests.harness.comm_log import CommLog, CommRecord
+from benchmarks.comm_log import CommLog, CommRecord
 from tests.harness.context import RankContext
 from tests.harness.decorator import distributed
 from tests.harness.pool import WorkerError, WorkerPool, pool_for, shutdown_pools

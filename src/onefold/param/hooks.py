@@ -1,13 +1,15 @@
 """Module hooks: what a forward and the backward through it mean for the parameters they need.
 
-Every module that owns parameters of a block, the block's own module and the model itself carry the
-same pair of forward hooks, so that a call of the model, of a block or of any submodule is equally
-right; the outermost such forward is a pass, in which the order of blocks is seen. The hook after
-forward leaves hooks on the outputs, which hold the block before its backward; before the outermost
-forward of a block hooks are left on its inputs, which release it after. Where nothing will be freed
-when a forward ends (in a window, or because parameters are Replicate) a pass leaves hooks for all
-blocks inside it, because its backward may come when the window has been closed, and forwards
-directly inside it leave some, because it may itself run a backward from them; none deeper inside.
+The model, repeated modules and every module that owns parameters carry the same pair of forward
+hooks, so that a call of the model, of a block or of any submodule is equally right; the outermost
+such forward is a pass, in which the order of blocks is seen. The hook after forward leaves hooks on
+the outputs, which hold the block before its backward; before the outermost forward of a block hooks
+are left on its inputs, which release it after. Where nothing will be freed when a forward ends (in
+a window, or because parameters are Replicate) a pass leaves hooks for all blocks inside it, because
+its backward may come when the window has been closed, and forwards directly inside it leave some,
+because it may itself run a backward from them; none deeper inside. There the modules inside a
+repeated one (inner modules) need no hooks, and carry none once everything has arrived: a call of
+Python between two kernels costs far more than the same call in a loop.
 
 An input was made before the block's forward, so autograd, which runs the latest node first, has run
 all of the block when the gradient of any non-leaf input is complete. Where no input needs a
@@ -41,13 +43,14 @@ class ModuleHooks:
         blocks, units = parts.plan.blocks, parts.units
         self._unsharder = unsharder
         self._backwards = backwards
-        self._num_running = 0  # forwards of modules with hooks
+        self._running: list[nn.Module] = []  # forwards whose first hook has run, outermost first
         self._settled_task = NOT_RUNNING  # a backward that has nothing to ask for any more
         self._inside: dict[int, int] = {}  # uses of resident blocks in the pass that runs
         self._depth: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         # Numbers the outermost forwards of each block: one's input may be the other's output.
         self._uses: dict[int, int] = dict.fromkeys(range(len(blocks)), 0)
         self._handles: list[RemovableHandle] = []
+        self._inner_handles: list[RemovableHandle] = []
         # The model may own no parameters, and then belongs to no block.
         self._blocks_of: dict[nn.Module, list[int]] = {parts.module: []}
         self._freed: dict[nn.Module, list[Unit]] = {parts.module: []}
@@ -57,38 +60,60 @@ class ModuleHooks:
             if any(units[i].frees_parameters for i in block.units)
         }
         for index, block in enumerate(blocks):
-            for module in dict.fromkeys(block.modules):
+            for module in (*block.modules, *block.inner):
                 self._blocks_of.setdefault(module, []).append(index)
                 freed = [units[i] for i in block.units if units[i].frees_parameters]
                 self._freed.setdefault(module, []).extend(freed)
         # Dynamo must run these hooks and not trace them: they send, wait, and move storages.
         self._before: Any = torch.compiler.disable(self._before_forward)
         self._after: Any = torch.compiler.disable(self._after_forward)
+        outer = {parts.module}.union(*(block.modules for block in blocks))
+        self._inner = self._blocks_of.keys() - outer
+        for module in outer:
+            self._handles += self._attach(module)
         for module in self._blocks_of:
-            self._attach(module)
+            self._handles += self._guard(module)
+        self._hook_inner()
         if any(unit.frees_parameters for unit in units):
             # Dynamo does not guard on hooks: what it compiled before would run without these.
             torch.compiler.reset()
         backwards.on_end.append(unsharder.end_backward)
+        unsharder.on_leave.append(self._hook_inner)
 
     def detach(self) -> None:
         """Take every hook off the user's modules."""
-        for handle in self._handles:
+        for handle in self._handles + self._inner_handles:
             handle.remove()
         self._handles.clear()
+        self._inner_handles.clear()
 
-    def _attach(self, module: nn.Module) -> None:
-        self._handles += [
+    def _attach(self, module: nn.Module) -> list[RemovableHandle]:
+        return [
             module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def _guard(self, module: nn.Module) -> list[RemovableHandle]:
+        return [
             module.register_state_dict_pre_hook(self._before_state_dict),
             module.register_load_state_dict_pre_hook(self._before_load),
         ]
 
+    def _hook_inner(self) -> None:
+        """Inner modules carry hooks as long as something must be gathered or will be freed."""
+        is_needed = not self._unsharder.has_everything()
+        if is_needed and not self._inner_handles:
+            for module in self._inner:
+                self._inner_handles += self._attach(module)
+        elif not is_needed and self._inner_handles:
+            for handle in self._inner_handles:
+                handle.remove()
+            self._inner_handles.clear()
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         blocks = self._blocks_of[module]
-        self._num_running += 1
-        is_outermost = self._num_running == 1
+        is_outermost = not self._running
+        self._running.append(module)
         if not is_outermost and self._is_nested(blocks):
             for block in blocks:
                 self._depth[block] += 1
@@ -99,6 +124,8 @@ class ModuleHooks:
                 self._unsharder.start_pass(blocks)
         if is_outermost:
             self._inside = {}
+            if module not in self._inner:  # whose own second hook is yet to run
+                self._hook_inner()
         watches = torch.is_grad_enabled()
         for block in blocks:
             if not self._depth[block]:
@@ -112,13 +139,15 @@ class ModuleHooks:
             self._unsharder.hold(block)
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._running or self._running[-1] is not module:
+            return  # a hook before ours raised, or this one came while the forward ran
         blocks = self._blocks_of[module]
-        self._num_running -= 1
+        self._running.pop()
         for block in blocks:
             self._depth[block] -= 1
         is_nested = self._is_nested(blocks)
-        is_outermost = self._num_running == 0
-        is_near = self._num_running <= 1
+        is_outermost = not self._running
+        is_near = len(self._running) <= 1
         if torch.is_grad_enabled() and (is_near or not self._stay(blocks)):
             uses = [(block, self._uses[block]) for block in blocks]
             uses += self._inside.items() if is_outermost else ()

@@ -7,7 +7,7 @@ gathered once at entry, in plan order, and freed at the end. The others go as ou
 Where parameters are Replicate all of this is counting, and nothing is sent or freed.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 from onefold.plan import Block
 from onefold.unit import Unit
@@ -18,6 +18,7 @@ class Unsharder:
 
     Attributes:
         resident: the blocks that are held by a scope.
+        on_leave: called when blocks have ceased to be resident.
     """
 
     def __init__(self, blocks: Sequence[Block], units: Sequence[Unit]) -> None:
@@ -30,6 +31,7 @@ class Unsharder:
         self._regraphed: set[int] = set()
         self._ahead: int | None = None  # the block that was gathered ahead last
         self.resident: set[int] = set()
+        self.on_leave: list[Callable[[], None]] = []
         # Registration order: what forward uses first comes first.
         self.gather_order = [unit for block in reversed(self._block_units) for unit in block]
 
@@ -62,13 +64,17 @@ class Unsharder:
             except RuntimeError as error:  # a gather that never arrived; the others go home too
                 failures.append(error)
         self._forbid_graphs(leaving)
+        for call in self.on_leave:
+            call()
         if failures:
             raise failures[0]
 
     def has_everything(self) -> bool:
-        """Every block is resident, and has arrived."""
-        return len(self.resident) == len(self._blocks) and all(
-            unit.is_unsharded for unit in self.gather_order
+        """Nothing is to be gathered, or will be freed when a forward ends."""
+        return all(
+            unit.is_unsharded and (block in self.resident or not unit.frees_parameters)
+            for block, units in enumerate(self._block_units)
+            for unit in units
         )
 
     def _in_gather_order(self, blocks: Set[int]) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""A witness of collectives that is independent of onefold's own ledger."""
+"""CommLog: a witness of collectives that is independent of onefold's own ledger."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ class CommLog(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[CommRecord] = []
 
     @property
