@@ -86,14 +86,9 @@ def _targets() -> list[Cell | HostCell]:
     ]
     deferred = ("ddp_no_sync", "window@3", "deepspeed_coalesced@3", "fsdp2_deferred@3")
     return [
-        Cell(workload="25m", engines=(*headline, *peers), rounds=HEADLINE_ROUNDS, steps=2),
+        Cell(workload="25m", engines=(*headline, *peers), rounds=HEADLINE_ROUNDS),
         # Fully sharded, FSDP2 takes 15 s a step here: it has a cell of its own.
-        Cell(
-            workload="77m",
-            engines=(*headline[:-1], *peers[:2]),
-            rounds=HEADLINE_ROUNDS,
-            steps=2,
-        ),
+        Cell(workload="77m", engines=(*headline[:-1], *peers[:2]), rounds=HEADLINE_ROUNDS),
         Cell(workload="77m", engines=("floor", "window@3", peers[2]), rounds=5),
         Cell(workload="minilm", engines=("floor", "window@3"), rounds=7),
         HostCell(workload="800", stage=3, pairs=200),
