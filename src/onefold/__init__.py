@@ -10,13 +10,14 @@ Importing does no work.
 
 from onefold.config import Config
 from onefold.engine import Engine
-from onefold.errors import RankMismatchError, StateError, WindowAborted
+from onefold.errors import CheckpointError, RankMismatchError, StateError, WindowAborted
 from onefold.grad.window import GradWindow
 from onefold.initialize import initialize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Config",
     "Engine",
     "GradWindow",

@@ -21,12 +21,14 @@ from onefold.param.full import full_parameters, full_state_dict
 from onefold.param.hooks import ModuleHooks
 from onefold.param.unshard import Unsharder
 from onefold.parts import Parts
+from onefold.state.checkpointed import Checkpointed
+from onefold.state.checkpointer import Checkpointer
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 from onefold.wire.ledger import Ledger
 
 
-class Engine:
+class Engine(Checkpointed):
     """One model, its optimizer and its data-parallel ranks.
 
     Attributes:
@@ -69,26 +71,14 @@ class Engine:
             parts, self._transaction, self._accumulation, self.loss_scaler, published, lr_scheduler
         )
         self._optimizer_hooks = self._stepper.adopt(drop=self._drop)
+        self._checkpointer = Checkpointer(
+            parts, self._stepper, self._transaction, self.loss_scaler, lr_scheduler
+        )
 
     @property
     def last_window(self) -> GradWindow | None:
         """The report of the last outermost window that ended; None before the first."""
         return self._transaction.last_window
-
-    @property
-    def global_steps(self) -> int:
-        """Real steps."""
-        return self._stepper.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that were dropped because a gradient was not finite."""
-        return self._stepper.skipped_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Calls of ``step()``, on and off the boundary."""
-        return self._stepper.micro_steps
 
     @property
     def clip_factor(self) -> float:
@@ -396,4 +386,5 @@ class Engine:
         for handle in self._optimizer_hooks:
             handle.remove()
         master.release(self.optimizer)
+        self._checkpointer.close()
         self._parts.disconnect()

@@ -34,3 +34,7 @@ class WindowAborted(RuntimeError):
             f"gradients of {dropped_backwards} backward(s) on this rank were dropped, as on every "
             "rank. Run the step's backwards again in a new window before calling step()."
         )
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is damaged, or is of another model."""

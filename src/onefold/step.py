@@ -36,6 +36,7 @@ class Stepper:
         global_steps: real steps.
         skipped_steps: steps that were dropped because a gradient was not finite.
         micro_steps: calls of ``step()``, on and off the boundary.
+        masters: the pieces that the optimizer updates.
         was_applied: the last ``step()`` was on the boundary, and not skipped.
     """
 
@@ -64,7 +65,7 @@ class Stepper:
         self._waves = cut_waves(publish_order, is_elementwise=is_of_torch(type(parts.optimizer)))
         self._publisher = Publisher()
         self._lr_scheduler = lr_scheduler
-        self._masters = master.Masters(parts.optimizer, self._units)
+        self.masters = master.Masters(parts.optimizer, self._units)
         self._clipped_by_hand: tuple[float, float] | None = None  # norm before, factor
         self._is_stepping = False
         self._is_skipping = False
@@ -72,12 +73,18 @@ class Stepper:
     def adopt(self, drop: Callable[[], None]) -> list[RemovableHandle]:
         """Make the optimizer's own methods the engine's; ``drop`` is what ``zero_grad`` adds."""
         return master.adopt(
-            self._masters.optimizer, drop=drop, before_step=self._before, after_step=self._after
+            self.masters.optimizer, drop=drop, before_step=self._before, after_step=self._after
         )
+
+    def resume(self, global_steps: int, skipped_steps: int, micro_steps: int) -> None:
+        """Count on from where another run was."""
+        self.global_steps = global_steps
+        self.skipped_steps = skipped_steps
+        self.micro_steps = micro_steps
 
     def hide(self) -> None:
         """Take the gradients away from the optimizer's pieces."""
-        self._masters.hide()
+        self.masters.hide()
         self._clipped_by_hand = None
 
     def reduce(self, place: Place) -> None:
@@ -88,7 +95,7 @@ class Stepper:
     def show_to_scaler(self) -> None:
         """Let a ``torch.amp.GradScaler`` look at the reduced gradients; see ``Masters``."""
         assert self.norm is not None
-        self._masters.show_to_scaler(is_finite=math.isfinite(self.norm))
+        self.masters.show_to_scaler(is_finite=math.isfinite(self.norm))
 
     def clip(self, max_norm: float, order: float) -> float:
         """Clip the reduced gradients by hand; the norm before."""
@@ -108,13 +115,13 @@ class Stepper:
         self.was_applied = False
         if not self._is_stepping:
             self._accumulation.count()
-            self._masters.hide()
+            self.masters.hide()
             return
         self.reduce(Place.STEP)
         assert self.norm is not None
         self._is_skipping = not math.isfinite(self.norm) and self._drops(self.norm)
         if self._is_skipping:
-            self._masters.hide()
+            self.masters.hide()
         else:
             self.clip_factor = clip(self._units, self.norm, self._config.gradient_clipping)
             self._update_all_but_the_last()
@@ -126,9 +133,9 @@ class Stepper:
     def _update_all_but_the_last(self) -> None:
         """Every wave is published while the next is updated; the last is torch's to update."""
         for wave in self._waves[:-1]:
-            self._masters.update(wave)
+            self.masters.update(wave)
             self._publisher.start(wave)
-        self._masters.expose(self._waves[-1])
+        self.masters.expose(self._waves[-1])
 
     def _drops(self, norm: float) -> bool:
         """Whether a step whose gradient is not finite is dropped, alike on all ranks."""

@@ -272,6 +272,18 @@ class Transaction:
         if self._backwards.is_running:
             raise StateError(f"{call} inside a backward. Call it after the backward has returned.")
 
+    def refuse_unstepped(self, call: str) -> None:
+        """Raise StateError where ``refuse_inside`` does, and with gradients since the last step."""
+        self.refuse_inside(call)
+        self._backwards.settle()
+        for unit in self._trainable:
+            if unit.gradients.collect() or unit.gradients.has_home:
+                raise StateError(
+                    f"{call}: rank {self._control.rank} has gradients since the last step, for "
+                    f"{unit.name} among others, and a checkpoint holds none. Call step() first, or "
+                    "zero_grad()."
+                )
+
     # -- dropping ------------------------------------------------------------------------------
 
     def drop(self) -> None:
@@ -296,7 +308,13 @@ class Transaction:
             self._bind_kept()
 
     def _abandon(self) -> None:
+        """Drop everything since the last step, on every rank; ``step()`` waits for a backward."""
+        self.restart()
+        self._is_aborted = True
+
+    def restart(self) -> None:
         """Drop everything since the last step, on every rank, and forget why."""
+        self._is_aborted = False
         self.reducer.abandon()
         are_broken = self._control.largest([int(one.is_broken) for one in self._connections])
         for connection, is_broken in zip(self._connections, are_broken, strict=True):
@@ -304,7 +322,6 @@ class Transaction:
                 connection.rebuild()
         self._backwards.forgive()
         self.end_step()
-        self._is_aborted = True
 
     def end_step(self) -> None:
         """The step has consumed the gradients, or all ranks dropped them."""

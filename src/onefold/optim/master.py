@@ -36,17 +36,21 @@ class _DropsPending(Optimizer):
 
 
 class Masters:
-    """The pieces of one rank, in the optimizer's param groups."""
+    """The pieces of one rank, in the optimizer's param groups.
+
+    Attributes:
+        pieces: those of each trainable unit, by its index, in the order of its parameters.
+    """
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit]) -> None:
         self.optimizer = optimizer
         self._groups = optimizer.param_groups
-        self._pieces: dict[int, list[Tensor]] = {}  # by unit
+        self.pieces: dict[int, list[Tensor]] = {}
         self._exposed: Sequence[Unit] = ()
         self._update = _own_step(type(optimizer))
         piece_of: dict[int, Tensor] = {}
         for unit in units:
-            pieces = self._pieces.setdefault(unit.index, [])
+            pieces = self.pieces.setdefault(unit.index, [])
             for index, slot in enumerate(unit.slots):
                 offset, _, numel = unit.piece(index)
                 piece = unit.master[offset : offset + numel].detach()
@@ -68,7 +72,7 @@ class Masters:
         self.hide()
         self._exposed = units
         for unit in units:
-            for index, piece in enumerate(self._pieces[unit.index]):
+            for index, piece in enumerate(self.pieces[unit.index]):
                 piece.grad = unit.gradients.piece(index)
 
     def update(self, units: Sequence[Unit]) -> None:
@@ -92,7 +96,7 @@ class Masters:
     def hide(self) -> None:
         """Take the gradients away again, so that a stray step changes nothing."""
         for unit in self._exposed:
-            for piece in self._pieces[unit.index]:
+            for piece in self.pieces[unit.index]:
                 piece.grad = None
         self._exposed = ()
         self._remove_witness()

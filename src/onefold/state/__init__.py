@@ -1,0 +1,1 @@
+"""Checkpoints: what an engine is, on disk; see docs/design/checkpoints.md."""

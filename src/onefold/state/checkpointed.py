@@ -1,0 +1,144 @@
+"""Checkpointed: the part of an engine's interface that is about checkpoints."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onefold.param.publish import Publisher
+from onefold.state.checkpointer import Checkpointer
+from onefold.state.index import Progress
+from onefold.state.restore import Wanted
+from onefold.step import Stepper
+from onefold.transaction import Transaction
+from onefold.unit import Unit
+
+
+class Checkpointed:
+    """Saves and loads. ``Engine`` builds what it stands on."""
+
+    _checkpointer: Checkpointer
+    _transaction: Transaction
+    _stepper: Stepper
+    _units: Sequence[Unit]
+
+    @property
+    def global_steps(self) -> int:
+        """Real steps."""
+        return self._stepper.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were dropped because a gradient was not finite."""
+        return self._stepper.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step()``, on and off the boundary."""
+        return self._stepper.micro_steps
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Write everything that a later run needs to go on; every rank calls it.
+
+        Each rank writes its part, as safetensors, into a folder with a temporary name; renaming the
+        folder makes it a checkpoint, and ``latest`` moves after that. A job that dies on the way
+        leaves the earlier ones as they were.
+
+        Args:
+            save_dir: on a file system that all ranks share.
+            tag: name of the checkpoint's folder; default ``global_step<N>``. One of the same name
+                is replaced.
+            client_state: what JSON can say; comes back from ``load_checkpoint``.
+            keep_last: how many checkpoints to leave in ``save_dir``, this one included.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            StateError: inside an open scope or a backward, or with gradients since the last step.
+            TypeError: something in ``client_state``, a param group or the scheduler is no data.
+            ValueError: ``tag`` is no folder name, or ranks were given different things.
+            CheckpointError: another rank failed, or another job saves here.
+            OSError: of the file system; nothing is left of this checkpoint then.
+        Communication: six exchanges on the control group.
+        Memory: a few MB.
+        Source: the signature is that of DeepSpeed's ``save_checkpoint``.
+        """
+        stepper = self._stepper
+        return self._checkpointer.save(
+            Path(save_dir).absolute(),
+            f"global_step{stepper.global_steps}" if tag is None else tag,
+            Progress(
+                global_steps=stepper.global_steps,
+                skipped_steps=stepper.skipped_steps,
+                micro_steps=stepper.micro_steps,
+            ),
+            client_state or {},
+            keep_last,
+        )
+
+    def load_checkpoint(  # noqa: PLR0913 (DeepSpeed's signature, and two more)
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        load_module_only: bool = False,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Go on where a checkpoint was saved, at any world size, stage, mesh or precision.
+
+        Gradients since the last step are dropped. With the world size, stage and data of the run
+        that saved, what follows has the bits of that run.
+
+        Args:
+            load_dir: what ``save_checkpoint`` was given.
+            tag: which checkpoint; default the newest that is not damaged.
+            load_module_only: weights and buffers alone.
+            load_optimizer_states: with optimizer states and param group settings.
+            load_lr_scheduler_states: with the state of the engine's scheduler.
+            include: patterns (as in ``fnmatch``) of parameters and buffers to load; the others
+                stay as they are.
+            exclude: patterns of those to leave, a new head for example.
+
+        Returns:
+            The checkpoint's folder and its ``client_state``; ``(None, {})`` if there is none.
+
+        Raises:
+            StateError: inside an open scope or a backward.
+            CheckpointError: damaged, and no ``tag`` says which other one will do, or of another
+                model: lists what is missing, surplus or of another shape. Nothing was loaded then.
+        Communication: exchanges on the control group; where parameters are Replicate over sharded
+            masters one all-gather per unit.
+        Memory: a few MB.
+        Source: the signature is that of DeepSpeed's ``load_checkpoint``.
+        """
+        self._checkpointer.check_may_load()
+        if (found := self._checkpointer.find(Path(load_dir).absolute(), tag)) is None:
+            return None, {}
+        folder, index = found
+        self._transaction.restart()
+        self._stepper.hide()
+        wanted = Wanted(include, exclude, load_optimizer_states and not load_module_only)
+        self._checkpointer.load(
+            folder,
+            index,
+            wanted,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            progress=not load_module_only,
+        )
+        publisher = Publisher()
+        publisher.start(self._units)
+        publisher.finish()
+        if not load_module_only:
+            self._stepper.resume(*index.progress.counters)
+        return folder, index.client_state
