@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import onefold
+from onefold.cli import app
 from onefold.errors import CheckpointError, StateError
 from onefold.moe import MoE
 from onefold.state.snapshot import persistent_buffers
@@ -307,6 +309,21 @@ def test_damage_is_found_and_the_one_before_is_taken(two: Path, tmp_path: Path, 
         for text in pool_for(2).run(load_any, folder=str(folder), tag="global_step2"):
             assert text.startswith("refused"), text
             assert name.removesuffix(".sha256") in text or "index" in text
+
+
+def test_inspect_says_what_is_there_and_what_is_damaged(two: Path, tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["inspect", str(two / "global_step2")])
+    assert told.exit_code == 0, told.output
+    for text in ("after 2 steps", "AdamW", "embed.weight", "7 x 5", "whole: 4 files"):
+        assert text in told.output
+    for name in ("optimizer-00001.safetensors", "index.json"):
+        folder = tmp_path / name
+        shutil.copytree(two / "global_step2", folder)
+        flip(folder / name, 0.5)
+        told = CliRunner().invoke(app, ["inspect", str(folder)])
+        assert told.exit_code == 1
+        assert name in told.output
+        assert "whole" not in told.output
 
 
 def test_undamaged_the_newest_is_taken(two: Path) -> None:

@@ -1,8 +1,9 @@
-"""The command line: ``onefold demo``. Importing it does no work and loads no optional extra."""
+"""The command line. Importing it does no work and loads no optional extra."""
 
 import typer
 
 from onefold.cli.demo import run_demo
+from onefold.cli.inspect import run_inspect
 
 app = typer.Typer(
     name="onefold",
@@ -13,9 +14,5 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _main() -> None:
-    """Keeps ``demo`` a subcommand while it is the only one."""
-
-
 app.command("demo")(run_demo)
+app.command("inspect")(run_inspect)
