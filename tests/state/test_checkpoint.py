@@ -208,12 +208,16 @@ def refused(ctx: RankContext, folder: str) -> None:
     for value, message in (({"x": torch.ones(1)}, r"client_state=\)\['x'\]"), ({"k": {1: 2}}, "k")):
         with pytest.raises(TypeError, match=message):
             engine.save_checkpoint(folder, client_state=value)
+    with pytest.raises(ValueError, match="keep_last=0"):
+        engine.save_checkpoint(folder, keep_last=0)
     for tag in ("", "a/b", ".a", "latest"):
         with pytest.raises(ValueError, match="tag="):
             engine.save_checkpoint(folder, tag)
     if ctx.world_size > 1:
         with pytest.raises((ValueError, CheckpointError), match="another tag or client_state"):
             engine.save_checkpoint(folder, client_state={"rank": ctx.rank})
+    gathered(None)  # rank 0 tidies up
+    assert [path.name for path in Path(folder).iterdir()] == [".lock"]
     assert engine.load_checkpoint(folder) == (None, {})
     engine.save_checkpoint(folder)
     other = make(ctx, 2)

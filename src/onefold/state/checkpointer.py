@@ -69,13 +69,12 @@ class Checkpointer:
         keep_last: int | None,
     ) -> Path:
         """Write one checkpoint; see ``Engine.save_checkpoint``."""
-        prepared = self._together(
-            "save_checkpoint()", lambda: self._prepare(directory, tag, client_state)
-        )
-        own, mine = prepared
-        everyone = self._world.control.gather((mine, {"tag": tag, "client": client_state}))
-        told = [theirs for theirs, _ in everyone]
         try:
+            own, mine = self._together(
+                "save_checkpoint()", lambda: self._prepare(directory, tag, client_state, keep_last)
+            )
+            everyone = self._world.control.gather((mine, {"tag": tag, "client": client_state}))
+            told = [theirs for theirs, _ in everyone]
             self._together(
                 "save_checkpoint()", lambda: self._check_alike([said for _, said in everyone])
             )
@@ -103,16 +102,21 @@ class Checkpointer:
 
             return self._together("save_checkpoint()", commit)
         except BaseException:
-            if self._world.rank == 0:
+            if directory in self._folders:
                 self._folders[directory].abandon(tag)
             raise
 
     def _prepare(
-        self, directory: Path, tag: str, client_state: dict[str, Any]
+        self, directory: Path, tag: str, client_state: dict[str, Any], keep_last: int | None
     ) -> tuple[Snapshot, dict[str, Any]]:
         """Everything that can be wrong on one rank; rank 0 makes the temporary folder."""
         self._transaction.refuse_unstepped("save_checkpoint()")
         check_tag(tag)
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(
+                f"save_checkpoint(keep_last={keep_last}): expected 1 or more, because the new one "
+                "counts, or None to keep all."
+            )
         check_json(client_state, "save_checkpoint(client_state=)")
         parts = self._parts
         own = take(parts.units, self._pieces, parts.optimizer, self._world.rank)

@@ -106,24 +106,19 @@ def check_tag(tag: str) -> None:
 
 
 def candidates(path: Path) -> list[Path]:
-    """All checkpoints of a folder: ``latest`` first, then by age, newest first."""
-    try:
-        latest = (path / LATEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        latest = ""
-    found = (
-        [
-            child
-            for child in path.iterdir()
-            if child.is_dir()
-            and (child.name.endswith(_REPLACED) or not child.name.startswith("."))
-            and (child / INDEX).exists()
-        ]
-        if path.is_dir()
-        else []
-    )
-    found.sort(key=lambda child: (child.name == latest, _age(child)), reverse=True)
-    return found
+    """All checkpoints of a folder: what ``latest`` says first, there or not, then newest first."""
+    if not path.is_dir():
+        return []
+    latest = latest_of(path)
+    found = [
+        child
+        for child in path.iterdir()
+        if (child.name.endswith(_REPLACED) or not child.name.startswith("."))
+        and (child / INDEX).exists()
+        and child.name != latest
+    ]
+    found.sort(key=_age, reverse=True)
+    return [path / latest, *found] if latest is not None else found
 
 
 def latest_of(path: Path) -> str | None:

@@ -27,14 +27,19 @@ def merge_rows(rows_by_rank: Iterable[Iterable[ParamRow]]) -> dict[str, ParamEnt
 
 def _entry(name: str, rows: list[ParamRow]) -> ParamEntry:
     holders = sorted({row.holder for row in rows})
-    first = min(rows, key=lambda row: (row.part[2] == 0, holders.index(row.holder), row.part[1]))
+
+    def begin_of(row: ParamRow) -> tuple[bool, int, int]:
+        ((_, begin, numel),) = row.entry.parts
+        return numel == 0, holders.index(row.holder), begin
+
+    first = min(rows, key=begin_of).entry
     local = prod(first.shape)
-    parts = sorted(
+    parts = [
         (rank, begin + holders.index(row.holder) * local, numel)
         for row in rows
-        for rank, begin, numel in [row.part]
+        for rank, begin, numel in row.entry.parts
         if numel
-    )
+    ]
     parts.sort(key=lambda part: part[1])
     shape = first.shape
     if len(holders) > 1:
@@ -55,14 +60,4 @@ def _entry(name: str, rows: list[ParamRow]) -> ParamEntry:
             f"save_checkpoint(): {name} of {prod(shape)} elements: the parts of all ranks leave a "
             f"gap or overlap at element {end}. Report this with the model's layout."
         )
-    return ParamEntry(
-        shape=shape,
-        stride=first.stride,
-        dtype=first.dtype,
-        model_dtype=first.model_dtype,
-        is_trainable=first.is_trainable,
-        group=first.group,
-        parts=tuple(parts),
-        state=first.state,
-        scalars=first.scalars,
-    )
+    return first.model_copy(update={"shape": shape, "parts": tuple(parts)})

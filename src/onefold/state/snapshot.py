@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.errors import StateError
-from onefold.state.index import Part
+from onefold.state.index import ParamEntry
 from onefold.state.plain import encode
 from onefold.unit import Unit
 
@@ -37,15 +37,8 @@ class ParamRow(NamedTuple):
     name: str
     holder: int
     """Which of the experts of its axis; 0 for dense parameters."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    model_dtype: str
-    is_trainable: bool
-    group: int | None
-    part: Part
-    state: dict[str, str]
-    scalars: dict[str, Any]
+    entry: ParamEntry
+    """With this rank's part alone, and the shape of this rank's experts."""
 
 
 class Snapshot(NamedTuple):
@@ -100,20 +93,18 @@ def take(
         for key, state in states.items():
             if end > first:
                 found.optimizer[f"{held.name}/{key}"] = state[first:end]
-        row = ParamRow(
-            held.name,
-            mesh.expert.rank,
-            tuple(slot.size),
-            slot.stride,
-            _text(held.piece.dtype),
-            _text(spec.dtype),
-            spec.is_trainable,
-            group_of.get(id(held.piece)),
-            (rank, held.begin + first, end - first),
-            {key: _text(state.dtype) for key, state in states.items()},
-            scalars,
+        entry = ParamEntry(
+            shape=tuple(slot.size),
+            stride=slot.stride,
+            dtype=_text(held.piece.dtype),
+            model_dtype=_text(spec.dtype),
+            is_trainable=spec.is_trainable,
+            group=group_of.get(id(held.piece)),
+            parts=((rank, held.begin + first, end - first),),
+            state={key: _text(state.dtype) for key, state in states.items()},
+            scalars=scalars,
         )
-        found.rows.append(row)
+        found.rows.append(ParamRow(held.name, mesh.expert.rank, entry))
     return found
 
 
