@@ -22,7 +22,8 @@ from onefold.param.hooks import ModuleHooks
 from onefold.param.unshard import Unsharder
 from onefold.parts import Parts
 from onefold.state.checkpointed import Checkpointed
-from onefold.state.checkpointer import Checkpointer
+from onefold.state.loader import Loader
+from onefold.state.saver import Saver
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 from onefold.wire.ledger import Ledger
@@ -70,10 +71,9 @@ class Engine(Checkpointed):
         self._stepper = Stepper(
             parts, self._transaction, self._accumulation, self.loss_scaler, published, lr_scheduler
         )
-        self._optimizer_hooks = self._stepper.adopt(drop=self._drop)
-        self._checkpointer = Checkpointer(
-            parts, self._stepper, self._transaction, self.loss_scaler, lr_scheduler
-        )
+        carried = parts, self._stepper, self._transaction, self.loss_scaler, lr_scheduler
+        self._saver, self._loader = Saver(*carried), Loader(*carried)
+        self._optimizer_hooks = self._stepper.adopt(drop=self._drop, at_end=self._saver.poll)
 
     @property
     def last_window(self) -> GradWindow | None:
@@ -378,7 +378,8 @@ class Engine(Checkpointed):
     def destroy(self) -> None:
         """Take the engine off the module and the optimizer, and free its groups.
 
-        The parameters stay where they are: sharded ones stay freed.
+        The parameters stay where they are: sharded ones stay freed. An asynchronous save is waited
+        for, and its error raised when all is freed.
         """
         self._module_hooks.detach()
         self._autocast.detach()
@@ -386,5 +387,7 @@ class Engine(Checkpointed):
         for handle in self._optimizer_hooks:
             handle.remove()
         master.release(self.optimizer)
-        self._checkpointer.close()
-        self._parts.disconnect()
+        try:
+            self._saver.close()
+        finally:
+            self._parts.disconnect()

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from onefold.config import Config
+from onefold.dataloader import build_dataloader, check_dataloader
 from onefold.engine import Engine
 from onefold.errors import RankMismatchError, describe
 from onefold.experts import expert_parallel_modules, reduce_groups_of
@@ -44,7 +45,7 @@ class Initialized(NamedTuple):
 
     engine: Engine
     optimizer: Optimizer
-    dataloader: "DataLoader[Any] | None"
+    dataloader: "StatefulDataLoader[Any] | None"
     lr_scheduler: LRScheduler | None
 
 
@@ -55,7 +56,7 @@ class _Request(NamedTuple):
     optimizer: Optimizer | OptimizerFactory | None
     model_parameters: ParamsOrGroups | None
     lr_scheduler: LRScheduler | SchedulerFactory | None
-    training_data: "Dataset[Any] | None"
+    training_data: "Dataset[Any] | DataLoader[Any] | None"
     elementwise: bool
 
 
@@ -66,7 +67,7 @@ class _Prepared(NamedTuple):
     optimizer: Optimizer
     plan: Plan
     lr_scheduler: LRScheduler | None
-    dataloader: "DataLoader[Any] | None"
+    dataloader: "StatefulDataLoader[Any] | None"
 
 
 def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
@@ -76,14 +77,13 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
     model_parameters: ParamsOrGroups | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lr_scheduler: LRScheduler | SchedulerFactory | None = None,
-    training_data: "Dataset[Any] | None" = None,
+    training_data: "Dataset[Any] | DataLoader[Any] | None" = None,
     mesh: DeviceMesh | None = None,
     elementwise: bool = False,
 ) -> Initialized:
     """Put a model and its optimizer under an engine.
 
-    Everything that can be wrong on one rank (config, model, optimizer, data) is found before the
-    first collective on data, exchanged, and raised on all ranks.
+    What can be wrong on one rank is found before the first collective, and raised on all ranks.
 
     Args:
         model: on the CPU, on this rank's GPU, or on the meta device; cast to bf16 or fp16 if the
@@ -95,10 +95,11 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's signature)
         config: DeepSpeed's JSON keys, as a mapping, a path, or a ``Config``.
         lr_scheduler: a torch scheduler of that optimizer, or a callable that makes one from it;
             the engine steps it after every real step. None for the config's entry, if any.
-        training_data: a dataset; returned as a loader of this rank's micro batches.
+        training_data: a dataset, returned as a loader of this rank's micro batches, or a
+            ``torchdata`` StatefulDataLoader; its place in the data is saved with the engine.
         mesh: the data-parallel ranks; default all ranks on one axis. With two axes named
-            "replicate" and "shard" the ZeRO shards lie along "shard". An axis of experts has the
-            name that their ``ExpertParallel`` says.
+            "replicate" and "shard" the ZeRO shards lie along "shard". An axis of experts is named
+            as their ``ExpertParallel`` says.
         elementwise: the optimizer is none of torch's elementwise classes, and its update of an
             element depends on nothing but this element's gradient and state all the same.
 
@@ -166,6 +167,7 @@ def _assemble(model: nn.Module, prepared: _Prepared, world: World, arena: Arena)
         arena=arena,
         units=units,
         optimizer=prepared.optimizer,
+        dataloader=prepared.dataloader,
     )
     engine = Engine(parts, prepared.lr_scheduler)
     return Initialized(engine, prepared.optimizer, prepared.dataloader, prepared.lr_scheduler)
@@ -277,16 +279,17 @@ def _make_scheduler(
     return scheduler
 
 
-def _make_loader(config: Config, data: "Dataset[Any]", world: World) -> "DataLoader[Any]":
+def _make_loader(
+    config: Config, data: "Dataset[Any] | DataLoader[Any]", world: World
+) -> "StatefulDataLoader[Any]":
+    if isinstance(data, DataLoader):
+        return check_dataloader(data)
     if config.train_micro_batch_size_per_gpu is None:
         raise ValueError(
             "initialize(training_data=): expected train_micro_batch_size_per_gpu in the config, "
             "got none. Set it, or build your own DataLoader."
         )
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, num_replicas=world.size, rank=world.rank
-    )
-    return DataLoader(data, batch_size=config.train_micro_batch_size_per_gpu, sampler=sampler)
+    return build_dataloader(data, config.train_micro_batch_size_per_gpu, world.rank, world.size)
 
 
 def _agree(control: Control, prepared: _Prepared | None, error: Exception | None) -> None:

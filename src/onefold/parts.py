@@ -1,9 +1,11 @@
 """Parts: what ``initialize`` built and the engine runs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from onefold.config import Config
 from onefold.experts import expert_parallel_modules
@@ -32,6 +34,8 @@ class Parts:
     arena: Arena
     units: tuple[Unit, ...]
     optimizer: Optimizer
+    dataloader: "StatefulDataLoader[Any] | None"
+    """Whose place in the data is saved; None where the caller keeps its own."""
 
     def disconnect(self) -> None:
         """Free the groups."""

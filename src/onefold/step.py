@@ -70,10 +70,21 @@ class Stepper:
         self._is_stepping = False
         self._is_skipping = False
 
-    def adopt(self, drop: Callable[[], None]) -> list[RemovableHandle]:
-        """Make the optimizer's own methods the engine's; ``drop`` is what ``zero_grad`` adds."""
+    def adopt(self, drop: Callable[[], None], at_end: Callable[[], None]) -> list[RemovableHandle]:
+        """Make the optimizer's own methods the engine's.
+
+        Args:
+            drop: what ``zero_grad`` adds.
+            at_end: called after every step on the boundary.
+        """
+
+        def after_step() -> None:
+            if self._is_stepping:
+                self._after()
+                at_end()
+
         return master.adopt(
-            self.masters.optimizer, drop=drop, before_step=self._before, after_step=self._after
+            self.masters.optimizer, drop=drop, before_step=self._before, after_step=after_step
         )
 
     def resume(self, global_steps: int, skipped_steps: int, micro_steps: int) -> None:
@@ -155,9 +166,7 @@ class Stepper:
         return True
 
     def _after(self) -> None:
-        self.was_applied = self._is_stepping and not self._is_skipping
-        if not self._is_stepping:
-            return
+        self.was_applied = not self._is_skipping
         self._is_stepping = False
         if self.was_applied:
             self._publisher.start(self._waves[-1])

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from onefold.param.publish import Publisher
-from onefold.state.checkpointer import Checkpointer
 from onefold.state.index import Progress
+from onefold.state.loader import Loader
 from onefold.state.restore import Wanted
+from onefold.state.saver import Request, Saver
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 from onefold.unit import Unit
@@ -17,7 +18,8 @@ from onefold.unit import Unit
 class Checkpointed:
     """Saves and loads. ``Engine`` builds what it stands on."""
 
-    _checkpointer: Checkpointer
+    _saver: Saver
+    _loader: Loader
     _transaction: Transaction
     _stepper: Stepper
     _units: Sequence[Unit]
@@ -44,6 +46,7 @@ class Checkpointed:
         client_state: dict[str, Any] | None = None,
         *,
         keep_last: int | None = None,
+        async_save: bool = False,
     ) -> Path:
         """Write everything that a later run needs to go on; every rank calls it.
 
@@ -57,9 +60,14 @@ class Checkpointed:
                 is replaced.
             client_state: what JSON can say; comes back from ``load_checkpoint``.
             keep_last: how many checkpoints to leave in ``save_dir``, this one included.
+            async_save: return as soon as everything is copied to the host, and write in another
+                thread, while training goes on. An error is raised, on all ranks alike, by a later
+                ``step()`` (which has stepped all the same), by the next ``save_checkpoint`` or
+                ``load_checkpoint``, which wait for it, or by ``destroy``. A process that ends
+                finishes its save first.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; with ``async_save`` it is there when the save has ended.
 
         Raises:
             StateError: inside an open scope or a backward, or with gradients since the last step.
@@ -67,22 +75,24 @@ class Checkpointed:
             ValueError: ``tag`` is no folder name, or ranks were given different things.
             CheckpointError: another rank failed, or another job saves here.
             OSError: of the file system; nothing is left of this checkpoint then.
-        Communication: six exchanges on the control group.
-        Memory: a few MB.
+        Communication: exchanges on the control group; with ``async_save`` one more in every step
+            until it has ended, and the last ones over a group of its own.
+        Memory: a few MB; with ``async_save`` a copy on the host of what this rank writes.
         Source: the signature is that of DeepSpeed's ``save_checkpoint``.
         """
         stepper = self._stepper
-        return self._checkpointer.save(
-            Path(save_dir).absolute(),
-            f"global_step{stepper.global_steps}" if tag is None else tag,
-            Progress(
+        request = Request(
+            directory=Path(save_dir).absolute(),
+            tag=f"global_step{stepper.global_steps}" if tag is None else tag,
+            client_state=client_state or {},
+            keep_last=keep_last,
+            progress=Progress(
                 global_steps=stepper.global_steps,
                 skipped_steps=stepper.skipped_steps,
                 micro_steps=stepper.micro_steps,
             ),
-            client_state or {},
-            keep_last,
         )
+        return self._saver.save(request, is_async=async_save)
 
     def load_checkpoint(  # noqa: PLR0913 (DeepSpeed's signature, and two more)
         self,
@@ -122,14 +132,15 @@ class Checkpointed:
         Memory: a few MB.
         Source: the signature is that of DeepSpeed's ``load_checkpoint``.
         """
-        self._checkpointer.check_may_load()
-        if (found := self._checkpointer.find(Path(load_dir).absolute(), tag)) is None:
+        self._saver.wait()
+        self._loader.check_may_load()
+        if (found := self._loader.find(Path(load_dir).absolute(), tag)) is None:
             return None, {}
         folder, index = found
         self._transaction.restart()
         self._stepper.hide()
         wanted = Wanted(include, exclude, load_optimizer_states and not load_module_only)
-        self._checkpointer.load(
+        self._loader.load(
             folder,
             index,
             wanted,

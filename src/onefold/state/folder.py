@@ -13,6 +13,7 @@ A checkpoint is written under its temporary name and flushed; renaming the folde
 import fcntl
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -23,9 +24,28 @@ from onefold.state.index import DIGEST, INDEX, read_index
 LATEST: Final = "latest"
 _SAVING, _REPLACED = ".saving", ".replaced"
 
+_locks: Final[set[int]] = set()
+"""File descriptors of this process's locks."""
+
+
+@cache
+def _at_fork() -> None:
+    """Once per process and its children."""
+
+    def close() -> None:
+        for lock in _locks:
+            os.close(lock)
+        _locks.clear()
+
+    os.register_at_fork(after_in_child=close)
+
 
 class Folder:
-    """One job's right to write checkpoints into ``path``; for rank 0."""
+    """One job's right to write checkpoints into ``path``; for rank 0.
+
+    The lock belongs to the open file, so it ends with the last process that has it open. A forked
+    child (a data loader's worker, which may outlive a killed rank by seconds) closes it at once.
+    """
 
     def __init__(self, path: Path) -> None:
         """Take the lock.
@@ -34,6 +54,7 @@ class Folder:
             CheckpointError: another job, or another engine, has it.
         """
         self.path = path
+        _at_fork()
         path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -44,9 +65,11 @@ class Folder:
                 f"save_checkpoint({str(path)!r}): another job or engine saves into this folder. "
                 "Give each a folder of its own."
             ) from None
+        _locks.add(self._lock)
 
     def close(self) -> None:
         """Give the lock back; it goes with the process, too."""
+        _locks.discard(self._lock)
         os.close(self._lock)
 
     def begin(self, tag: str) -> None:

@@ -84,6 +84,9 @@ class Progress(_Strict):
 class Index(_Strict):
     """All of a checkpoint but its tensors."""
 
+    # A best loss is inf at first: as Python's own json module, which is what reads it, writes it.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
     format: Literal["onefold checkpoint"] = FORMAT
     format_version: Literal[1] = FORMAT_VERSION
     onefold: str
@@ -99,9 +102,13 @@ class Index(_Strict):
     """Its state; None if the engine has none."""
     loss_scaler: dict[str, Any]
     params: dict[str, ParamEntry]
+    tied: dict[str, str]
+    """Further names of parameters and buffers, and the name that each has here."""
     buffers: dict[str, BufferEntry]
     rng: list[dict[str, Any]]
     """By rank."""
+    dataloader: list[Any]
+    """By rank, the place in the data; None where the engine has no loader."""
     client_state: dict[str, Any]
     files: dict[str, FileEntry]
 

@@ -96,12 +96,12 @@ def take(
         entry = ParamEntry(
             shape=tuple(slot.size),
             stride=slot.stride,
-            dtype=_text(held.piece.dtype),
-            model_dtype=_text(spec.dtype),
+            dtype=dtype_text(held.piece.dtype),
+            model_dtype=dtype_text(spec.dtype),
             is_trainable=spec.is_trainable,
             group=group_of.get(id(held.piece)),
             parts=((rank, held.begin + first, end - first),),
-            state={key: _text(state.dtype) for key, state in states.items()},
+            state={key: dtype_text(state.dtype) for key, state in states.items()},
             scalars=scalars,
         )
         found.rows.append(ParamRow(held.name, mesh.expert.rank, entry))
@@ -126,8 +126,24 @@ def _state_of(optimizer: Optimizer, held: Held) -> tuple[dict[str, Tensor], dict
     return states, scalars
 
 
-def _text(dtype: torch.dtype) -> str:
+def dtype_text(dtype: torch.dtype) -> str:
+    """As the index has it: ``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters and persistent buffers, and the first name of each."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        saved = child._buffers.keys() - child._non_persistent_buffers_set
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is None or (name in child._buffers and name not in saved):
+                continue
+            if first.setdefault(id(tensor), dot + name) != dot + name:
+                tied[dot + name] = first[id(tensor)]
+    return tied
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

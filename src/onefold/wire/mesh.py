@@ -25,7 +25,16 @@ from onefold.wire.grid import Cut, Grid, Ranks
 from onefold.wire.groups import host_backend, new_group
 from onefold.wire.transports import Transport, choose_transport
 
-__all__ = ["DeviceMesh", "Group", "Mesh", "World", "build_mesh", "join_world", "leave_world"]
+__all__ = [
+    "DeviceMesh",
+    "Group",
+    "Mesh",
+    "World",
+    "build_mesh",
+    "join_control",
+    "join_world",
+    "leave_world",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +119,21 @@ def join_world(device_mesh: DeviceMesh | None, device: torch.device, timeout_s: 
     if owns_default_group:
         _make_default_group(device, timeout_s)
     ranks, grid = _data_parallel_ranks(device_mesh)
+    rank = ranks.index(dist.get_rank())
+    return World(rank, grid, ranks, _new_control(ranks, timeout_s), owns_default_group)
+
+
+def join_control(world: World, timeout_s: float) -> Control:
+    """A further control group of the same ranks, for another thread.
+
+    Communication: group creation only; on every rank together.
+    """
+    return _new_control(world.ranks, timeout_s)
+
+
+def _new_control(ranks: tuple[int, ...], timeout_s: float) -> Control:
     group = new_group(ranks, 2 * timeout_s + 60, backend=host_backend())
-    rank, own = ranks.index(dist.get_rank()), sorted(ranks).index(dist.get_rank())
-    return World(rank, grid, ranks, Control(group, own, len(ranks)), owns_default_group)
+    return Control(group, sorted(ranks).index(dist.get_rank()), len(ranks))
 
 
 def leave_world(world: World) -> None:

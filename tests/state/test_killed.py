@@ -1,0 +1,76 @@
+"""Killed, or out of space, while saving: what was there before is still there, whole."""
+
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from onefold.errors import CheckpointError
+from tests.harness import RankContext, pool_for
+from tests.rig import gathered, start
+from tests.state.run import make, train
+
+
+def killed(ctx: RankContext, folder: str) -> int:
+    """Children that save as fast as they can are killed; what is left always loads whole."""
+    engine = start(ctx, nn.Linear(300, 300), 3, optimizer=None)
+    numbers, loaded = random.Random(0), set()
+    newest = -1
+    for _ in range(50):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for value in range(newest + 1, newest + 1000):
+                    with engine.full_parameters(), torch.no_grad():
+                        for param in engine.module.parameters():
+                            param.fill_(value)
+                    engine.save_checkpoint(folder, f"s{value}", {"value": value}, keep_last=2)
+            finally:
+                os._exit(1)
+        time.sleep(numbers.uniform(0.0, 0.04))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        path, client_state = engine.load_checkpoint(folder)
+        if path is not None:
+            assert client_state["value"] >= newest, "an older one came back"
+            newest = client_state["value"]
+            for tensor in engine.full_state_dict().values():
+                assert torch.equal(tensor, torch.full_like(tensor, newest))
+        loaded.add(newest)
+    return len(loaded)
+
+
+def test_killed_at_any_moment_the_last_whole_one_loads(tmp_path: Path) -> None:
+    assert pool_for(1).run(killed, folder=str(tmp_path))[0] > 5
+
+
+def full_disk(ctx: RankContext, folder: str) -> None:
+    engine = make(ctx, 3)
+    train(ctx, engine, 0, 1)
+    engine.save_checkpoint(folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if ctx.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))
+        with pytest.raises((OSError, CheckpointError), match="File too large"):
+            engine.save_checkpoint(folder, "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    gathered(None)  # rank 0 tidies up
+    assert sorted(path.name for path in Path(folder).iterdir()) == [
+        ".lock", "global_step1", "latest"
+    ]  # fmt: skip
+    assert engine.load_checkpoint(folder)[0] == Path(folder) / "global_step1"
+    engine.save_checkpoint(folder, "after")
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    pool_for(2).run(full_disk, folder=str(tmp_path))
