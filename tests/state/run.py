@@ -1,6 +1,10 @@
 """A run to be saved and resumed: its network, its engine, its steps and what it has come to."""
 
 import hashlib
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.state.snapshot import persistent_buffers
+from onefold.names import persistent_buffers
 from tests.harness import RankContext
 from tests.rig import start
 
@@ -105,3 +109,17 @@ def m(ctx: RankContext, stage: int, folder: str, config: dict[str, Any]) -> dict
     at = told(engine)
     train(ctx, engine, 3, 3)
     return {"at": at, "end": told(engine)}
+
+
+@contextmanager
+def no_space(rank: int, ctx: RankContext) -> Iterator[None]:
+    """Rank ``rank`` cannot write more than a few bytes into a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if ctx.rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

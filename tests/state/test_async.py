@@ -1,8 +1,6 @@
 """Asynchronous saves: on disk is what was there at the call, whatever training does then."""
 
 import logging
-import resource
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from onefold.errors import CheckpointError
 from onefold.state.files import write_tensors
 from tests.harness import RankContext, pool_for
 from tests.rig import STAGES, gathered
-from tests.state.run import k_and_m, m, make, told, train
+from tests.state.run import k_and_m, m, make, no_space, told, train
 
 
 @contextmanager
@@ -107,20 +105,6 @@ def test_at_most_one_is_in_flight_and_destroy_waits(tmp_path: Path) -> None:
     pool_for(2).run(one_in_flight, folder=str(tmp_path))
 
 
-@contextmanager
-def no_space(ctx: RankContext) -> Iterator[None]:
-    """Rank 1, or the only one, cannot write more than a few bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        if ctx.rank == ctx.world_size - 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def fails(ctx: RankContext, folder: str, meets: str) -> None:
     engine = make(ctx, 2)
     train(ctx, engine, 0, 1)
@@ -132,7 +116,7 @@ def fails(ctx: RankContext, folder: str, meets: str) -> None:
         "load": lambda: engine.load_checkpoint(folder),
         "destroy": engine.destroy,
     }
-    with no_space(ctx):
+    with no_space(ctx.world_size - 1, ctx):
         engine.save_checkpoint(folder, "full", async_save=True)
         until(engine._saver._in_flight.done)  # type: ignore[union-attr]
         gathered(None)
@@ -166,7 +150,7 @@ def logs(ctx: RankContext, folder: str) -> list[str]:
     try:
         engine.save_checkpoint(folder, async_save=True)
         engine._saver.wait()
-        with no_space(ctx):
+        with no_space(ctx.world_size - 1, ctx):
             engine.save_checkpoint(folder, async_save=True)
             with pytest.raises((OSError, CheckpointError)):
                 engine.destroy()

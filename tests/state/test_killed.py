@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 from onefold.errors import CheckpointError
 from tests.harness import RankContext, pool_for
 from tests.rig import gathered, start
-from tests.state.run import make, train
+from tests.state.run import make, no_space, train
 
 
 def killed(ctx: RankContext, folder: str) -> int:
@@ -54,16 +53,8 @@ def full_disk(ctx: RankContext, folder: str) -> None:
     engine = make(ctx, 3)
     train(ctx, engine, 0, 1)
     engine.save_checkpoint(folder)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        if ctx.rank == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))
-        with pytest.raises((OSError, CheckpointError), match="File too large"):
-            engine.save_checkpoint(folder, "full")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    with no_space(0, ctx), pytest.raises((OSError, CheckpointError), match="File too large"):
+        engine.save_checkpoint(folder, "full")
     gathered(None)  # rank 0 tidies up
     assert sorted(path.name for path in Path(folder).iterdir()) == [
         ".lock", "global_step1", "latest"

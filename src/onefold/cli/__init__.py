@@ -3,6 +3,7 @@
 import typer
 
 from onefold.cli.demo import run_demo
+from onefold.cli.export import run_export
 from onefold.cli.inspect import run_inspect
 
 app = typer.Typer(
@@ -16,3 +17,4 @@ app = typer.Typer(
 
 app.command("demo")(run_demo)
 app.command("inspect")(run_inspect)
+app.command("export")(run_export)

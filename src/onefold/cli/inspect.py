@@ -9,34 +9,47 @@ from rich.table import Table
 
 from onefold.errors import CheckpointError
 from onefold.state.files import what_is_wrong
+from onefold.state.folder import latest_of
 from onefold.state.index import Index, read_index
 
 DAMAGED = 1
 
 
 def run_inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder: DIR/TAG.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, DIR/TAG, or DIR.")],
 ) -> None:
     """Say what a checkpoint holds, and verify every checksum; ends with 1 if it is damaged."""
+    folder, index = read_or_exit(checkpoint)
     console = Console()
-    try:
-        index = read_index(checkpoint)
-    except CheckpointError as error:
-        Console(stderr=True).print(f"damaged: {error}", soft_wrap=True, markup=False)
-        raise typer.Exit(DAMAGED) from None
-    wrong = [
-        text
-        for name, entry in sorted(index.files.items())
-        if (text := what_is_wrong(checkpoint / name, entry))
-    ]
     console.print(_summary(index), soft_wrap=True, markup=False)
     console.print(_params(index))
+    size = sum(entry.size for entry in index.files.values())
+    console.print(f"whole: {len(index.files)} files, {size:,} bytes, every SHA-256 as written")
+    console.print(str(folder), soft_wrap=True, markup=False)
+
+
+def read_or_exit(path: Path) -> tuple[Path, Index]:
+    """A verified checkpoint: ``path``, or the one that ``path/latest`` names.
+
+    Raises:
+        typer.Exit: it is damaged; every file that is has been named.
+    """
+    latest = latest_of(path)
+    folder = path if latest is None else path / latest
+    try:
+        index = read_index(folder)
+        wrong = [
+            text
+            for name, entry in sorted(index.files.items())
+            if (text := what_is_wrong(folder / name, entry))
+        ]
+    except CheckpointError as error:
+        wrong = [str(error)]
     for text in wrong:
         Console(stderr=True).print(f"damaged: {text}", soft_wrap=True, markup=False)
     if wrong:
         raise typer.Exit(DAMAGED)
-    size = sum(entry.size for entry in index.files.values())
-    console.print(f"whole: {len(index.files)} files, {size:,} bytes, every SHA-256 as written")
+    return folder, index
 
 
 def _summary(index: Index) -> str:

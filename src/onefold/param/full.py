@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from onefold.errors import RankMismatchError
 from onefold.experts import reduce_groups_of
+from onefold.names import names_of, persistent_buffers
 from onefold.unit import Unit
 from onefold.wire.collectives import Collectives
 from onefold.wire.control import Control
+from onefold.wire.grid import DENSE
 
 
 @contextmanager
@@ -80,36 +82,73 @@ def full_state_dict(
     over the control group, from every rank to every rank.
     Memory: the model on the host, and one unit on the device.
     """
-    copies: dict[int, Tensor] = {}
+    whole: dict[str, Tensor] = {}
+    for group in whole_tensors(module, units, dense, control):
+        whole |= group
+    state: dict[str, Tensor] = {}
+    for name, first in names_of(module).items():
+        if first in whole:
+            state[name] = whole[first]
+    return state | whole  # the experts of other ranks
+
+
+def whole_tensors(
+    module: nn.Module, units: Sequence[Unit], dense: Collectives, control: Control
+) -> Iterator[dict[str, Tensor]]:
+    """Copies on the CPU of all that ``full_state_dict`` has, by first name, a unit at a time.
+
+    A collective: every rank takes all of it.
+    """
     for unit in units:
         unit.hold()
-        for param in unit.params:
-            copies[id(param)] = param.detach().to("cpu", copy=True)
+        copies = _by_name(unit, "cpu")
         unit.release()
-    state: dict[str, Tensor] = {}
-    local: dict[str, Tensor] = {}
+        yield copies if unit.spec.reduce_group == DENSE else _of_all_holders(copies, units, control)
+    buffers, of_experts = _buffers_of(module)
+    for name, buffer in buffers.items():
+        theirs = buffer.clone()
+        dense.broadcast(theirs, name)
+        yield {name: theirs.cpu()}
+    if reduce_groups_of(module):
+        copies = {name: buffer.to("cpu", copy=True) for name, buffer in of_experts.items()}
+        yield _of_all_holders(copies, units, control)
+
+
+def layout_of(module: nn.Module, units: Sequence[Unit], control: Control) -> dict[str, Tensor]:
+    """The tensors that ``whole_tensors`` gives, in its order, on meta.
+
+    Communication: one exchange per unit of experts.
+    """
+    found: dict[str, Tensor] = {}
+    for unit in units:
+        own = _by_name(unit, "meta")
+        found |= own if unit.spec.reduce_group == DENSE else _of_all_holders(own, units, control)
+    buffers, of_experts = _buffers_of(module)
+    found |= {name: buffer.to("meta") for name, buffer in buffers.items()}
+    if reduce_groups_of(module):
+        own = {name: buffer.to("meta") for name, buffer in of_experts.items()}
+        found |= _of_all_holders(own, units, control)
+    return found
+
+
+def _by_name(unit: Unit, device: str) -> dict[str, Tensor]:
+    return {
+        slot.name: param.detach().to(device, copy=True)
+        for slot, param in zip(unit.slots, unit.params, strict=True)
+    }
+
+
+def _buffers_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The persistent buffers: those that all ranks have, and those of this rank's experts."""
     experts = reduce_groups_of(module)
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, param in child._parameters.items():
-            if param is not None:
-                target = local if id(param) in experts else state
-                target[dot + name] = copies[id(param)]
-        for name, buffer in child._buffers.items():
-            if buffer is None or name in child._non_persistent_buffers_set:
-                continue
-            if id(buffer) in experts:
-                local[dot + name] = buffer.detach().to("cpu", copy=True)
-            else:
-                theirs = buffer.detach().clone()
-                dense.broadcast(theirs, dot + name)
-                state[dot + name] = theirs.cpu()
-    if experts:
-        state.update(_all_experts(local, units, control))
-    return state
+    dense: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for name, buffer in persistent_buffers(module).items():
+        (own if id(buffer) in experts else dense)[name] = buffer.detach()
+    return dense, own
 
 
-def _all_experts(
+def _of_all_holders(
     local: dict[str, Tensor], units: Sequence[Unit], control: Control
 ) -> dict[str, Tensor]:
     """The experts of all holders, given this rank's."""

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from onefold.param.publish import Publisher
+from onefold.parts import Parts
+from onefold.state.agree import on_all_ranks
+from onefold.state.export import save_model
 from onefold.state.index import Progress
 from onefold.state.loader import Loader
 from onefold.state.restore import Wanted
 from onefold.state.saver import Request, Saver
 from onefold.step import Stepper
 from onefold.transaction import Transaction
-from onefold.unit import Unit
 
 
 class Checkpointed:
@@ -22,7 +24,7 @@ class Checkpointed:
     _loader: Loader
     _transaction: Transaction
     _stepper: Stepper
-    _units: Sequence[Unit]
+    _parts: Parts
 
     @property
     def global_steps(self) -> int:
@@ -94,6 +96,44 @@ class Checkpointed:
         )
         return self._saver.save(request, is_async=async_save)
 
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        *,
+        max_shard_bytes: int | None = None,
+    ) -> list[Path]:
+        """Write the model alone, as safetensors, for ``from_pretrained`` and others to load.
+
+        In the dtype of the model, if that is bf16 or fp16, else in bf16; integers as they are. Of
+        several names of one tensor the first is written. For fp32 there is ``onefold export``.
+
+        Args:
+            save_dir: where a model's ``config.json`` would be; rank 0 writes there.
+            save_filename: of the file.
+            max_shard_bytes: cut into files of at most this size, with an index as Hugging Face has
+                it; None for one file.
+
+        Returns:
+            The files with tensors, on every rank.
+
+        Raises:
+            StateError: inside a window.
+            OSError: of the file system, on rank 0; CheckpointError on the others. The model that
+                was there before is there still.
+        Communication: one all-gather per sharded unit, one broadcast per persistent buffer; experts
+            go over the control group. Two exchanges.
+        Memory: one unit, on every rank's device and host.
+        Source: the name is that of DeepSpeed's ``save_16bit_model``.
+        """
+        parts = self._parts
+        on_all_ranks(
+            parts.world.control,
+            "save_16bit_model()",
+            lambda: self._transaction.refuse_inside("save_16bit_model()"),
+        )
+        return save_model(parts, Path(save_dir).absolute() / save_filename, max_shard_bytes)
+
     def load_checkpoint(  # noqa: PLR0913 (DeepSpeed's signature, and two more)
         self,
         load_dir: str | os.PathLike[str],
@@ -148,7 +188,7 @@ class Checkpointed:
             progress=not load_module_only,
         )
         publisher = Publisher()
-        publisher.start(self._units)
+        publisher.start(self._parts.units)
         publisher.finish()
         if not load_module_only:
             self._stepper.resume(*index.progress.counters)

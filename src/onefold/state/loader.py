@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.dataloader import restore
 from onefold.errors import CheckpointError, StateError
+from onefold.names import persistent_buffers
 from onefold.optim.scaler import LossScaler
 from onefold.parts import Parts
 from onefold.state import rng
@@ -19,7 +20,7 @@ from onefold.state.folder import candidates
 from onefold.state.index import Index, file_of, read_index
 from onefold.state.plain import decode
 from onefold.state.restore import Wanted, fill, set_groups, what_differs
-from onefold.state.snapshot import held_by, persistent_buffers
+from onefold.state.snapshot import held_by
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 

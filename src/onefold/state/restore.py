@@ -137,16 +137,16 @@ def _read(
     is_joined = tuple(slot.size) != entry.shape
     base = held.unit.wire.mesh.expert.rank * numel if is_joined else 0
     if tuple(slot.stride) == entry.stride:
-        _read_range(entry, reader, kind, name, base + held.begin, out)
+        read_range(entry, reader, kind, name, base + held.begin, out)
         return
     whole = torch.empty(numel, dtype=out.dtype)
-    _read_range(entry, reader, kind, name, base, whole)
+    read_range(entry, reader, kind, name, base, whole)
     there = whole.as_strided(slot.size, entry.stride)
     here = torch.empty_strided(slot.size, slot.stride, dtype=out.dtype).copy_(there)
     out.copy_(here.as_strided((numel,), (1,))[held.begin : held.begin + out.numel()])
 
 
-def _read_range(
+def read_range(
     entry: ParamEntry,
     reader: Reader,
     kind: Literal["master", "optimizer"],
@@ -154,6 +154,16 @@ def _read_range(
     begin: int,
     out: Tensor,
 ) -> None:
+    """Fill ``out`` ``[K]`` with elements ``begin`` to ``begin + K`` of a parameter.
+
+    Args:
+        entry: the parameter's.
+        reader: of the checkpoint.
+        kind: the files to read.
+        name: the tensor's in these.
+        begin: in the order in which they lie in memory.
+        out: on any device.
+    """
     end = begin + out.numel()
     for rank, first, numel in entry.parts:
         low, high = max(begin, first), min(end, first + numel)

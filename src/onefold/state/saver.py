@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.names import persistent_buffers, tied_names
 from onefold.optim.scaler import LossScaler
 from onefold.parts import Parts
 from onefold.state import rng
@@ -28,7 +29,7 @@ from onefold.state.folder import Folder, check_tag, saving_path
 from onefold.state.index import BufferEntry, Index, Progress, World, file_of
 from onefold.state.merge import merge_rows
 from onefold.state.plain import check_json, encode
-from onefold.state.snapshot import ParamRow, dtype_text, persistent_buffers, take, tied_names
+from onefold.state.snapshot import ParamRow, dtype_text, take
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 from onefold.wire.control import Control

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from onefold.errors import StateError
@@ -129,32 +129,3 @@ def _state_of(optimizer: Optimizer, held: Held) -> tuple[dict[str, Tensor], dict
 def dtype_text(dtype: torch.dtype) -> str:
     """As the index has it: ``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters and persistent buffers, and the first name of each."""
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        saved = child._buffers.keys() - child._non_persistent_buffers_set
-        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is None or (name in child._buffers and name not in saved):
-                continue
-            if first.setdefault(id(tensor), dot + name) != dot + name:
-                tied[dot + name] = first[id(tensor)]
-    return tied
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that ``state_dict()`` has, by first name."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for prefix, child in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for name, buffer in child._buffers.items():
-            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[dot + name] = buffer
-    return found
