@@ -10,6 +10,7 @@ from torch import Tensor
 
 import onefold
 from tests.harness import RankContext, pool_for
+from tests.harness.pool import WorkerPool
 from tests.rig import STAGES
 from tests.state.run import BF16, FP16, Net, k_and_m, m, make
 
@@ -22,7 +23,9 @@ def test_resume_is_exact(
 ) -> None:
     arguments = {"stage": stage, "folder": str(tmp_path), "config": config}
     undisturbed = pool_for(world_size).run(k_and_m, **arguments)
-    assert pool_for(world_size).run(m, **arguments) == undisturbed
+    fresh = WorkerPool(world_size)  # processes that have run nothing
+    assert fresh.run(m, **arguments) == undisturbed
+    fresh.kill()
 
 
 def weights_of(ctx: RankContext, stage: int, folder: str) -> dict[str, Any]:
