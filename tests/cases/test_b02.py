@@ -19,7 +19,7 @@ BACKWARDS = 4
 def test_every_backward_counts(ctx: RankContext, stage: int, offload: str) -> None:
     on_cpu, off = {"device": "cpu"}, {"device": "none"}
     if (offload == "optimizer" and stage == 0) or (offload == "parameters" and stage < 3):
-        return  # nothing there to offload: refused, see tests/test_config.py
+        return  # nothing there to offload: refused, see tests/test_config_refused.py
     zero = {
         "offload_optimizer": off if offload == "none" else on_cpu,
         "offload_param": on_cpu if offload == "parameters" else off,
