@@ -90,6 +90,25 @@ def told(engine: onefold.Engine) -> dict[str, Any]:
     }
 
 
+def whole_states(engine: onefold.Engine) -> dict[str, Tensor]:
+    """Every elementwise optimizer state, whole."""
+    found = {}
+    pieces = engine._stepper.masters.pieces
+    for unit in engine._units:
+        for key in ("exp_avg", "exp_avg_sq"):
+            if unit.index not in pieces:
+                continue
+            shard = torch.zeros_like(unit.master)
+            for index, piece in enumerate(pieces[unit.index]):
+                offset, _, numel = unit.piece(index)
+                if piece in engine.optimizer.state:
+                    shard[offset : offset + numel] = engine.optimizer.state[piece][key]
+            flat = unit.gather(shard)
+            for slot, view in zip(unit.slots, unit.views_of(flat), strict=True):
+                found[f"{slot.name}/{key}"] = view.clone()
+    return found
+
+
 def k_and_m(ctx: RankContext, stage: int, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     engine = make(ctx, stage, **config)
     torch.manual_seed(ctx.rank)  # of the dropout masks

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
-import onefold
 from tests.harness import RankContext, pool_for
 from tests.harness.pool import WorkerPool
 from tests.rig import STAGES
-from tests.state.run import BF16, FP16, Net, k_and_m, m, make
+from tests.state.run import BF16, FP16, Net, k_and_m, m, make, whole_states
 
 
 @pytest.mark.parametrize("config", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
@@ -34,25 +32,6 @@ def weights_of(ctx: RankContext, stage: int, folder: str) -> dict[str, Any]:
     found = {name: tensor.tolist() for name, tensor in engine.full_state_dict().items()}
     moments = {key: value.tolist() for key, value in whole_states(engine).items()}
     return {"weights": found, "moments": moments}
-
-
-def whole_states(engine: onefold.Engine) -> dict[str, Tensor]:
-    """Every elementwise optimizer state, whole."""
-    found = {}
-    pieces = engine._stepper.masters.pieces
-    for unit in engine._units:
-        for key in ("exp_avg", "exp_avg_sq"):
-            if unit.index not in pieces:
-                continue
-            shard = torch.zeros_like(unit.master)
-            for index, piece in enumerate(pieces[unit.index]):
-                offset, _, numel = unit.piece(index)
-                if piece in engine.optimizer.state:
-                    shard[offset : offset + numel] = engine.optimizer.state[piece][key]
-            flat = unit.gather(shard)
-            for slot, view in zip(unit.slots, unit.views_of(flat), strict=True):
-                found[f"{slot.name}/{key}"] = view.clone()
-    return found
 
 
 @pytest.mark.parametrize(

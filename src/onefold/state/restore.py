@@ -98,8 +98,8 @@ def fill(index: Index, reader: Reader, held: Held, optimizer: Optimizer, wanted:
     if not wanted.optimizer or not held.unit.spec.is_trainable:
         return
     optimizer.state.pop(held.piece, None)
-    if not entry.state and not entry.scalars:
-        return
+    if not held.piece.numel() or not (entry.state or entry.scalars):
+        return  # the optimizer is never shown an empty piece
     state: dict[str, Any] = {}
     for key, text in entry.state.items():
         dtype = getattr(torch, text)

@@ -13,6 +13,7 @@ never ends is reported through the exchange.
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,12 @@ __all__ = [
     "join_world",
     "leave_world",
 ]
+
+_STALE: Final = (
+    "initialize(): torchrun has restarted the ranks on one store, where addresses of ranks that "
+    "are gone may be found. Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
+)
+"""Source: pytorch issues 135712 and 167288."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +176,21 @@ def _make_default_group(device: torch.device, timeout_s: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except RuntimeError as error:
+            if _may_meet_the_dead():
+                error.add_note(_STALE)
+            raise
     else:
         store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _may_meet_the_dead() -> bool:
+    """Whether torchrun has started these ranks again on the store of those before."""
+    is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return is_restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _data_parallel_ranks(device_mesh: DeviceMesh | None) -> tuple[tuple[int, ...], Grid]:
