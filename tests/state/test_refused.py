@@ -1,5 +1,7 @@
 """What is not saved, and what is loaded only when asked for."""
 
+import math
+import os
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,39 @@ def partial_load(ctx: RankContext, folder: str) -> None:
 def test_a_part_is_loaded_only_when_asked_for(tmp_path: Path) -> None:
     pool_for(2).run(k_and_m, stage=2, folder=str(tmp_path), config={})
     pool_for(2).run(partial_load, folder=str(tmp_path))
+
+
+def forked(ctx: RankContext, folder: str) -> None:
+    """A child that outlives the job, as a data loader's worker may, does not hold the folder."""
+    engine = make(ctx, 0)
+    engine.save_checkpoint(folder)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        engine.destroy()
+        other = make(ctx, 0)
+        other.save_checkpoint(folder, "other")
+    finally:
+        os.write(write, b"x")
+        os.waitpid(pid, 0)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    pool_for(1).run(forked, folder=str(tmp_path))
+
+
+def numbers(ctx: RankContext, folder: str) -> None:
+    engine = make(ctx, 1)
+    state = {"best": math.inf, "worst": -math.inf, "none": math.nan, "list": [1, None, "x", 0.1]}
+    engine.save_checkpoint(folder, client_state=state)
+    _, found = engine.load_checkpoint(folder)
+    assert repr(found) == repr(state)
+
+
+def test_infinite_numbers_come_back(tmp_path: Path) -> None:
+    pool_for(2).run(numbers, folder=str(tmp_path))
