@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,22 +56,34 @@ RECIPES = {
     "PipelineStage": "backward(s), 2 reduce_scatter",
     "explain()": "without a window: n x",
     "peft": "window flushed: 4 backward(s)",
+    "async_save": "24 [",
 }
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-def test_recipes_run(name: str) -> None:
+def test_recipes_run(tmp_path: Path, name: str) -> None:
     """In the harness's workers: under torchrun each would import torch anew on every rank."""
     (code,) = [code for code in blocks_of("docs/recipes.md") if name in code]
     ranks = int(code.splitlines()[0].removeprefix("# ").split()[0])
-    for printed in pool_for(ranks).run_within(200, run_recipe, code=code):
+    for printed in pool_for(ranks).run_within(200, run_recipe, code=code, folder=str(tmp_path)):
         assert RECIPES[name] in printed, printed
 
 
-def run_recipe(ctx: RankContext, code: str) -> str:
+def test_the_recipe_of_resuming_resumes(tmp_path: Path) -> None:
+    (code,) = [code for code in blocks_of("docs/recipes.md") if "async_save" in code]
+    for ranks in (2, 3):
+        pool_for(ranks).run_within(200, run_recipe, code=code, folder=str(tmp_path))
+        assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step20"
+        shutil.rmtree(tmp_path / "model")
+    counted = code.replace("engine.step()", "engine.step(); print('a step')")
+    for printed in pool_for(2).run_within(200, run_recipe, code=counted, folder=str(tmp_path)):
+        assert printed.count("a step") == 4  # of 24
+
+
+def run_recipe(ctx: RankContext, code: str, folder: str) -> str:
     namespace: dict[str, Any] = {"__name__": "recipe"}
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.chdir(folder):
         exec(compile(code, "recipe.py", "exec"), namespace)
     namespace["engine"].destroy()
     mesh: Any = namespace.get("mesh")
