@@ -85,6 +85,7 @@ FULL: dict[str, Any] = {
     "communication_data_type": "fp32",
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR"},
+    "checkpoint": {"load_universal": True},
     "onefold": {
         "block_classes": ["Layer"],
         "transport": "direct",
@@ -125,6 +126,7 @@ def test_every_honoured_key_reaches_its_field():
         scheduler=Entry(type="WarmupLR"),
         block_classes=("Layer",),
         transport="direct",
+        load_universal=True,
         timeout_s=60.0,
     )
     assert config.notes == ()
@@ -282,7 +284,7 @@ def test_wrong_values_name_path_expected_and_got(source, path, expected, got):
         ("elasticity", {"max_train_batch_size": 9}),
         ("sparse_gradients", True),
         ("dataloader_drop_last", True),
-        ("checkpoint.load_universal", True),
+        ("checkpoint.use_node_local_storage", True),
     ],
 )
 def test_what_is_not_here_is_refused_with_a_reason(path, value):

@@ -174,22 +174,22 @@ class Checkpointed:
         """
         self._saver.wait()
         self._loader.check_may_load()
-        if (found := self._loader.find(Path(load_dir).absolute(), tag)) is None:
-            return None, {}
-        folder, index = found
-        self._transaction.restart()
-        self._stepper.hide()
-        wanted = Wanted(include, exclude, load_optimizer_states and not load_module_only)
-        self._loader.load(
-            folder,
-            index,
-            wanted,
+        wanted = Wanted(
+            include,
+            exclude,
+            optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
             progress=not load_module_only,
         )
+        found = self._loader.find(Path(load_dir).absolute(), tag, wanted)
+        if found is None:
+            return None, {}
+        self._transaction.restart()
+        self._stepper.hide()
+        self._loader.load(found, wanted)
         publisher = Publisher()
         publisher.start(self._parts.units)
         publisher.finish()
         if not load_module_only:
-            self._stepper.resume(*index.progress.counters)
-        return folder, index.client_state
+            self._stepper.resume(*found.index.progress.counters)
+        return found.folder, found.index.client_state
