@@ -150,9 +150,14 @@ class Checkpointed:
         Gradients since the last step are dropped. With the world size, stage and data of the run
         that saved, what follows has the bits of that run.
 
+        With ``"checkpoint": {"load_universal": true}`` in the config it is one of DeepSpeed's
+        universal checkpoints, as ``ds_to_universal.py`` writes them, of Adam or AdamW and a run
+        with data parallelism alone. A warning names what such a checkpoint does not have.
+
         Args:
             load_dir: what ``save_checkpoint`` was given.
-            tag: which checkpoint; default the newest that is not damaged.
+            tag: which checkpoint; default the newest that is not damaged, or what
+                ``latest_universal`` says.
             load_module_only: weights and buffers alone.
             load_optimizer_states: with optimizer states and param group settings.
             load_lr_scheduler_states: with the state of the engine's scheduler.
@@ -166,7 +171,8 @@ class Checkpointed:
         Raises:
             StateError: inside an open scope or a backward.
             CheckpointError: damaged, and no ``tag`` says which other one will do, or of another
-                model: lists what is missing, surplus or of another shape. Nothing was loaded then.
+                model: lists what is missing, surplus or of another shape; or DeepSpeed's and not
+                asked for, or the reverse. Nothing was loaded then.
         Communication: exchanges on the control group; where parameters are Replicate over sharded
             masters one all-gather per unit.
         Memory: a few MB.

@@ -111,7 +111,13 @@ def survey(folder: Path, control: Control) -> Survey:
         found = [*folder.glob("*_model_states.pt"), *(folder / "zero").rglob("*.pt")]
         return sorted(str(path.relative_to(folder)) for path in found)
 
-    names = control.gather(list_files())[0]
+    names: list[str] = control.gather(list_files())[0]
+    ranks = [match[1] for name in names if (match := _MODEL_FILE.fullmatch(name))]
+    if None in ranks and len(ranks) > 1:
+        raise CheckpointError(
+            f"{folder}: expected one mp_rank_00_model_states.pt, or one of every rank that begins "
+            "with zero_pp_rank, got both. Delete those of the older conversion."
+        )
 
     def look() -> Survey:
         own = [folder / name for name in names[control.rank :: control.size]]
@@ -128,12 +134,6 @@ def survey(folder: Path, control: Control) -> Survey:
             result.tensors.setdefault(name, {}).update(tensors)
         result.steps.update(theirs.steps)
         result.fragments.update(theirs.fragments)
-        if twice := result.model_files.keys() & theirs.model_files.keys():
-            both = result.model_files[min(twice)], theirs.model_files[min(twice)]
-            raise CheckpointError(
-                f"{both[0]} and {both[1].name}: expected one or the other. Delete that of the "
-                "older conversion."
-            )
         result.model_files.update(theirs.model_files)
     return result
 

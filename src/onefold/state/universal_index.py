@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -91,6 +92,15 @@ class _Builder:
 
     def index(self, lr_scheduler: LRScheduler | None) -> Index:
         """Everything, checked."""
+        try:
+            return self._index(lr_scheduler)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{self._path}: expected what DeepSpeed's save_checkpoint writes, and string keys "
+                f"in client_state, got something else: {error}"
+            ) from error
+
+    def _index(self, lr_scheduler: LRScheduler | None) -> Index:
         model, wanted = self._model, self._wanted
         size, config = model["dp_world_size"], model.get("ds_config")
         tied: dict[str, str] = dict(model.get("shared_params") or {})
