@@ -150,14 +150,12 @@ class Checkpointed:
         Gradients since the last step are dropped. With the world size, stage and data of the run
         that saved, what follows has the bits of that run.
 
-        With ``"checkpoint": {"load_universal": true}`` in the config it is one of DeepSpeed's
-        universal checkpoints, as ``ds_to_universal.py`` writes them, of Adam or AdamW and a run
-        with data parallelism alone. A warning names what such a checkpoint does not have.
+        With ``"checkpoint": {"load_universal": true}`` in the config it is a universal checkpoint
+        of DeepSpeed's, of Adam and data parallelism alone; a warning names what that does not have.
 
         Args:
             load_dir: what ``save_checkpoint`` was given.
-            tag: which checkpoint; default the newest that is not damaged, or what
-                ``latest_universal`` says.
+            tag: which; default the newest that is not damaged, or that in ``latest_universal``.
             load_module_only: weights and buffers alone.
             load_optimizer_states: with optimizer states and param group settings.
             load_lr_scheduler_states: with the state of the engine's scheduler.
@@ -180,13 +178,9 @@ class Checkpointed:
         """
         self._saver.wait()
         self._loader.check_may_load()
-        wanted = Wanted(
-            include,
-            exclude,
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            progress=not load_module_only,
-        )
+        wanted = Wanted(include, exclude, load_optimizer_states, load_lr_scheduler_states)
+        if load_module_only:
+            wanted = wanted._replace(optimizer=False, scheduler=False, progress=False)
         found = self._loader.find(Path(load_dir).absolute(), tag, wanted)
         if found is None:
             return None, {}

@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     """With the optimizer's states and param group settings."""
     scheduler: bool
     """With the scheduler's state."""
-    progress: bool
+    progress: bool = True
     """With counters, loss scale, random number generators and the place in the data."""
 
     def has(self, name: str) -> bool:
