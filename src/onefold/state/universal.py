@@ -48,7 +48,7 @@ class Survey(NamedTuple):
 
     tensors: dict[str, dict[str, Stored]]
     """By parameter, then "fp32" and the optimizer's states."""
-    steps: dict[str, Any]
+    steps: dict[str, float]
     """By parameter."""
     fragments: dict[int, dict[str, Stored]]
     """Of frozen parameters, by rank."""
@@ -159,9 +159,12 @@ def _note(folder: Path, path: Path, noted: Survey) -> None:
         return
     data = load_data(path)
     if key == "step":
-        noted.steps[name] = data.item() if isinstance(data, Tensor) else data
+        step = data.item() if isinstance(data, Tensor) and data.numel() == 1 else data
+        if not isinstance(step, int | float):
+            raise CheckpointError(f"{path}: expected a number, got a {type(step).__name__}.")
+        noted.steps[name] = step
         return
-    if isinstance(data, Mapping) and (more := sorted(data.keys() - _PLAIN)):
+    if isinstance(data, Mapping) and (more := sorted(map(str, data.keys() - _PLAIN))):
         raise CheckpointError(
             f"{path}: has {', '.join(more)}, as of a model that was split over ranks or padded. "
             "Expected whole parameters, of a run with data parallelism alone."
