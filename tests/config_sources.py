@@ -63,6 +63,7 @@ FULL: dict[str, Any] = {
     "communication_data_type": "fp32",
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR"},
+    "checkpoint": {"load_universal": True},
     "onefold": {
         "block_classes": ["Layer"],
         "transport": "direct",

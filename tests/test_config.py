@@ -61,6 +61,7 @@ def test_every_honoured_key_reaches_its_field():
         scheduler=Entry(type="WarmupLR"),
         block_classes=("Layer",),
         transport="direct",
+        load_universal=True,
         timeout_s=60.0,
     )
     assert config.notes == ()

@@ -115,7 +115,7 @@ def test_wrong_values_name_path_expected_and_got(source, path, expected, got):
         ("elasticity", {"max_train_batch_size": 9}),
         ("sparse_gradients", True),
         ("dataloader_drop_last", True),
-        ("checkpoint.load_universal", True),
+        ("checkpoint.use_node_local_storage", True),
     ],
 )
 def test_what_is_not_here_is_refused_with_a_reason(path, value):

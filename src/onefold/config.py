@@ -184,6 +184,9 @@ class Config(_Frozen):
     transport: Literal["auto", "cross-memory", "direct", "native"] = "auto"
     """How flat buffers cross the wire; auto chooses by backend."""
 
+    load_universal: bool = False
+    """``load_checkpoint`` reads DeepSpeed's universal folders, and no others."""
+
     timeout_s: float = Field(1800.0, gt=0.0)
     """Timeout of data collectives; the control group's is longer."""
 

@@ -265,7 +265,7 @@ _SECTIONS: dict[str, Key] = {
         always(_NVME),
         "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
     ),
-    "checkpoint.load_universal": refused("DeepSpeed's universal checkpoints are not read"),
+    "checkpoint.load_universal": honoured("load_universal", "true or false"),
     "checkpoint.use_node_local_storage": refused("checkpoints are written to one shared place"),
     "checkpoint.tag_validation": always(_CHECKPOINT_WRITER, "str"),
     "checkpoint.checkpoint_serialization": always(_CHECKPOINT_WRITER),

@@ -150,9 +150,12 @@ class Checkpointed:
         Gradients since the last step are dropped. With the world size, stage and data of the run
         that saved, what follows has the bits of that run.
 
+        With ``"checkpoint": {"load_universal": true}`` in the config it is a universal checkpoint
+        of DeepSpeed's, of Adam and data parallelism alone; a warning names what that does not have.
+
         Args:
             load_dir: what ``save_checkpoint`` was given.
-            tag: which checkpoint; default the newest that is not damaged.
+            tag: which; default the newest that is not damaged, or that in ``latest_universal``.
             load_module_only: weights and buffers alone.
             load_optimizer_states: with optimizer states and param group settings.
             load_lr_scheduler_states: with the state of the engine's scheduler.
@@ -166,7 +169,8 @@ class Checkpointed:
         Raises:
             StateError: inside an open scope or a backward.
             CheckpointError: damaged, and no ``tag`` says which other one will do, or of another
-                model: lists what is missing, surplus or of another shape. Nothing was loaded then.
+                model: lists what is missing, surplus or of another shape; or DeepSpeed's and not
+                asked for, or the reverse. Nothing was loaded then.
         Communication: exchanges on the control group; where parameters are Replicate over sharded
             masters one all-gather per unit.
         Memory: a few MB.
@@ -174,22 +178,18 @@ class Checkpointed:
         """
         self._saver.wait()
         self._loader.check_may_load()
-        if (found := self._loader.find(Path(load_dir).absolute(), tag)) is None:
+        wanted = Wanted(include, exclude, load_optimizer_states, load_lr_scheduler_states)
+        if load_module_only:
+            wanted = wanted._replace(optimizer=False, scheduler=False, progress=False)
+        found = self._loader.find(Path(load_dir).absolute(), tag, wanted)
+        if found is None:
             return None, {}
-        folder, index = found
         self._transaction.restart()
         self._stepper.hide()
-        wanted = Wanted(include, exclude, load_optimizer_states and not load_module_only)
-        self._loader.load(
-            folder,
-            index,
-            wanted,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            progress=not load_module_only,
-        )
+        self._loader.load(found, wanted)
         publisher = Publisher()
         publisher.start(self._parts.units)
         publisher.finish()
         if not load_module_only:
-            self._stepper.resume(*index.progress.counters)
-        return folder, index.client_state
+            self._stepper.resume(*found.index.progress.counters)
+        return found.folder, found.index.client_state

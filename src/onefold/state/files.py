@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -121,6 +121,19 @@ def what_is_wrong(path: Path, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None
+
+
+class TensorReader(Protocol):
+    """Reads the tensors of one checkpoint, whatever its files are; ``Reader`` says how."""
+
+    def read(self, file: str, name: str, begin: int, out: Tensor) -> None:
+        """Fill ``out`` ``[K]`` with elements ``begin`` to ``begin + K`` of a tensor."""
+
+    def read_whole(self, file: str, name: str, out: Tensor) -> None:
+        """Fill ``out`` with a tensor of its shape."""
+
+    def close(self) -> None:
+        """Unmap everything."""
 
 
 class Reader:

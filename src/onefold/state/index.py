@@ -20,6 +20,12 @@ INDEX: Final = "index.json"
 DIGEST: Final = "index.json.sha256"
 """In the form of ``sha256sum``, which can check it."""
 
+LATEST_UNIVERSAL: Final = "latest_universal"
+"""Beside DeepSpeed's universal checkpoints, the tag of the newest one."""
+
+LOAD_UNIVERSAL: Final = '"checkpoint": {"load_universal": true}'
+"""What a config says that means to load one."""
+
 Part = tuple[int, int, int]
 """Rank, first element, number of elements."""
 
@@ -137,9 +143,21 @@ def read_index(folder: Path) -> Index:
             )
         return Index.model_validate_json(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder}: no readable index ({error})") from error
+        raise CheckpointError(f"{folder}: no readable index ({error}){_whose(folder)}") from error
     except ValidationError as error:
         raise CheckpointError(
             f"{path}: expected version {FORMAT_VERSION} of onefold's format, got something else: "
             f"{error}"
         ) from error
+
+
+def _whose(folder: Path) -> str:
+    """What to do with a folder of DeepSpeed's."""
+    if (folder / "zero").is_dir():
+        return f". It is a universal checkpoint of DeepSpeed's: load it with {LOAD_UNIVERSAL}"
+    if any(folder.glob("*_optim_states.pt")):
+        return (
+            ". It is a checkpoint of DeepSpeed's: convert it with DeepSpeed's ds_to_universal.py, "
+            f"and load that with {LOAD_UNIVERSAL}"
+        )
+    return ""

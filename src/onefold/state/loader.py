@@ -4,6 +4,7 @@ Errors are exchanged before anything is written into the engine, so all ranks ra
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,16 +16,27 @@ from onefold.optim.scaler import LossScaler
 from onefold.parts import Parts
 from onefold.state import rng
 from onefold.state.agree import on_all_ranks
-from onefold.state.files import Reader, what_is_wrong
+from onefold.state.files import Reader, TensorReader, what_is_wrong
 from onefold.state.folder import candidates
-from onefold.state.index import Index, file_of, read_index
+from onefold.state.index import LATEST_UNIVERSAL, LOAD_UNIVERSAL, Index, file_of, read_index
 from onefold.state.plain import decode
 from onefold.state.restore import Wanted, fill, set_groups, what_differs
 from onefold.state.snapshot import held_by
+from onefold.state.universal.open import open_universal
+from onefold.state.universal.survey import locate
 from onefold.step import Stepper
 from onefold.transaction import Transaction
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A verified checkpoint."""
+
+    folder: Path
+    index: Index
+    reader: TensorReader
 
 
 class Loader:
@@ -59,18 +71,28 @@ class Loader:
 
         on_all_ranks(self._world.control, "load_checkpoint()", check)
 
-    def find(self, directory: Path, tag: str | None) -> tuple[Path, Index] | None:
+    def find(self, directory: Path, tag: str | None, wanted: Wanted) -> Found | None:
         """The checkpoint to load, verified by all ranks together; None if there is none at all.
 
         Every file is read whole by one rank. Without a ``tag`` the newest one that is not damaged
-        is taken, and a warning names those that are.
+        is taken, and a warning names those that are; of DeepSpeed's, ``latest_universal`` counts.
 
         Raises:
-            CheckpointError: the one named by ``tag``, or every one, is damaged; names the files.
+            CheckpointError: the one named by ``tag``, or every one, is damaged, or not of the kind
+                that the config says; names the files.
         """
         control = self._world.control
+        if self._parts.config.load_universal:
+            folder = locate(directory, tag, control)
+            return Found(folder, *open_universal(folder, self._parts, self._lr_scheduler, wanted))
         listed = [directory / tag] if tag is not None else candidates(directory)
-        listed = control.gather(listed)[0]
+        is_universal = (directory / LATEST_UNIVERSAL).exists()
+        listed, is_universal = control.gather((listed, is_universal))[0]
+        if not listed and is_universal:
+            raise CheckpointError(
+                f"load_checkpoint({str(directory)!r}): expected checkpoints of onefold's, got "
+                f"DeepSpeed's universal ones alone. Load these with {LOAD_UNIVERSAL}."
+            )
         damaged: list[str] = []
         for folder in listed:
             index: Index | None = None
@@ -85,7 +107,7 @@ class Loader:
             if not found and index is not None:
                 if damaged and self._world.rank == 0:
                     log.warning("load_checkpoint(): taking %s, because of %s", folder, damaged)
-                return folder, index
+                return Found(folder, index, Reader(folder))
             damaged += dict.fromkeys(found)
         if damaged:
             raise CheckpointError(
@@ -94,25 +116,22 @@ class Loader:
             )
         return None
 
-    def load(
-        self, folder: Path, index: Index, wanted: Wanted, *, scheduler: bool, progress: bool
-    ) -> None:
+    def load(self, found: Found, wanted: Wanted) -> None:
         """Fill masters, buffers and states; the caller publishes. See ``Engine.load_checkpoint``.
 
         Args:
-            folder: a verified checkpoint.
-            index: its index.
-            wanted: which parameters, and whether with the optimizer's states.
-            scheduler: with the scheduler's state.
-            progress: with loss scale, random number generators and the place in the data.
+            found: the checkpoint.
+            wanted: what of it.
         """
         parts = self._parts
+        folder, index, reader = found.folder, found.index, found.reader
         held = list(held_by(parts.units, self._pieces))
         names = {n for row in self._world.control.gather([h.name for h in held]) for n in row}
 
         def check() -> None:
             problems = what_differs(index, sorted(names), held, parts.optimizer, wanted)
-            if scheduler and (index.scheduler is None) != (self._lr_scheduler is None):
+            problems += self._buffer_differences(index, wanted)
+            if wanted.scheduler and (index.scheduler is None) != (self._lr_scheduler is None):
                 has, had = self._lr_scheduler is not None, index.scheduler is not None
                 problems.append(f"the engine has a scheduler: {has}; the checkpoint has one: {had}")
             if problems:
@@ -126,7 +145,6 @@ class Loader:
         on_all_ranks(self._world.control, "load_checkpoint()", check)
 
         def read() -> None:
-            reader = Reader(folder)
             try:
                 for one in held:
                     if wanted.has(one.name):
@@ -136,10 +154,11 @@ class Loader:
                 reader.close()
             if wanted.optimizer:
                 set_groups(parts.optimizer, index.groups)
-            if scheduler and self._lr_scheduler is not None:
+            if wanted.scheduler and self._lr_scheduler is not None:
                 self._lr_scheduler.load_state_dict(decode(index.scheduler))
-            if progress:
-                self._scaler.load_state_dict(index.loss_scaler)
+            if wanted.progress:
+                if index.loss_scaler:
+                    self._scaler.load_state_dict(index.loss_scaler)
                 self._set_dataloader(index)
                 if self._world.rank < len(index.rng):
                     rng.restore(index.rng[self._world.rank], parts.arena.device)
@@ -149,7 +168,7 @@ class Loader:
     def _set_dataloader(self, index: Index) -> None:
         loader, saved = self._parts.dataloader, index.dataloader
         rank, size = self._world.rank, self._world.size
-        if loader is None:
+        if loader is None or not saved:
             return
         reason = None
         if None in saved:
@@ -159,10 +178,25 @@ class Loader:
         if reason is not None and rank == 0:
             log.warning("load_checkpoint(): the data loader's place is not restored: %s", reason)
 
-    def _fill_buffers(self, index: Index, reader: Reader, wanted: Wanted) -> None:
+    def _buffer_differences(self, index: Index, wanted: Wanted) -> list[str]:
+        return [
+            f"{name}: shape {tuple(buffer.shape)} in the model, {entry.shape} in the checkpoint"
+            for name, buffer in persistent_buffers(self._parts.module).items()
+            if wanted.has(name)
+            and (entry := index.buffers.get(name)) is not None
+            and entry.shape != tuple(buffer.shape)
+        ]
+
+    def _fill_buffers(self, index: Index, reader: TensorReader, wanted: Wanted) -> None:
+        missing = []
         for name, buffer in persistent_buffers(self._parts.module).items():
             entry = index.buffers.get(name)
-            if entry is None or not wanted.has(name):
+            if not wanted.has(name):
+                continue
+            if entry is None:
+                missing.append(name)
                 continue
             rank = self._world.rank if self._world.rank in entry.ranks else entry.ranks[0]
             reader.read_whole(file_of("master", rank), f"buffer/{name}", buffer)
+        if missing and self._world.rank == 0:
+            log.warning("load_checkpoint(): buffers that are not in the checkpoint: %s", missing)

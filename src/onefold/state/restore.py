@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onefold.state.files import Reader
+from onefold.state.files import TensorReader
 from onefold.state.index import Index, ParamEntry, file_of
 from onefold.state.plain import decode
 from onefold.state.snapshot import Held
@@ -24,6 +24,11 @@ class Wanted(NamedTuple):
     include: Sequence[str]
     exclude: Sequence[str]
     optimizer: bool
+    """With the optimizer's states and param group settings."""
+    scheduler: bool
+    """With the scheduler's state."""
+    progress: bool = True
+    """With counters, loss scale, random number generators and the place in the data."""
 
     def has(self, name: str) -> bool:
         """Whether the parameter or buffer ``name`` is loaded."""
@@ -88,7 +93,9 @@ def _group_differences(
     ]
 
 
-def fill(index: Index, reader: Reader, held: Held, optimizer: Optimizer, wanted: Wanted) -> None:
+def fill(
+    index: Index, reader: TensorReader, held: Held, optimizer: Optimizer, wanted: Wanted
+) -> None:
     """Load one parameter's elements, and its optimizer states, into this rank's piece.
 
     Memory: a few MB; where the parameter's strides are others than when it was saved, all of it.
@@ -126,7 +133,7 @@ def set_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Non
 
 def _read(
     entry: ParamEntry,
-    reader: Reader,
+    reader: TensorReader,
     kind: Literal["master", "optimizer"],
     name: str,
     held: Held,
@@ -148,7 +155,7 @@ def _read(
 
 def read_range(
     entry: ParamEntry,
-    reader: Reader,
+    reader: TensorReader,
     kind: Literal["master", "optimizer"],
     name: str,
     begin: int,

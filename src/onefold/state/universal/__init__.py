@@ -1,0 +1,1 @@
+"""Universal: DeepSpeed's universal checkpoints, seen as an index and a reader of tensors."""
