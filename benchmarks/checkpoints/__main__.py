@@ -23,6 +23,7 @@ from benchmarks.machine import CHECKPOINTS, PAGE, ROOT, file_system, machine, ve
 INTERRUPTED: Final = 130
 SCRATCH: Final = ROOT / "runs"
 ROUNDS: Final = 5
+MINUTES: Final = 12.0
 
 app = typer.Typer(
     help="Checkpoints of onefold side by side with those of its peers, in one run.",
@@ -39,6 +40,7 @@ def run_all(
         typer.Option(help="Where checkpoints are written, and deleted again; default runs/."),
     ] = None,
     rounds: Annotated[int, typer.Option(help="How often each way is timed.")] = ROUNDS,
+    minutes: Annotated[float, typer.Option(help="No round begins that would end later.")] = MINUTES,
     ways: Annotated[
         str,
         typer.Option(
@@ -64,7 +66,7 @@ def run_all(
         except OSError as error:
             raise typer.BadParameter(str(error)) from None
         try:
-            run = _measure(cells, scratch, CHECKPOINTS if is_whole else None)
+            run = _measure(cells, scratch, 60 * minutes, CHECKPOINTS if is_whole else None)
         except KeyboardInterrupt:
             console.print("Interrupted.")
             raise typer.Exit(INTERRUPTED) from None
@@ -83,8 +85,13 @@ def _scratch(folder: Path | None) -> Iterator[Path]:
         yield Path(scratch)
 
 
-def _measure(cells: list[CheckpointCell], scratch: Path, path: Path | None) -> CheckpointRun:
-    """Run the cells, showing each as it comes; saved after every cell, so that nothing is lost."""
+def _measure(
+    cells: list[CheckpointCell], scratch: Path, limit_s: float, path: Path | None
+) -> CheckpointRun:
+    """Run the cells, showing each as it comes; saved after every cell, so that nothing is lost.
+
+    Each may take its part of what time is left, by its number of ways.
+    """
     run = CheckpointRun(started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
     run.machine, run.versions = machine(), versions()
     run.file_system = file_system(scratch)
@@ -92,9 +99,11 @@ def _measure(cells: list[CheckpointCell], scratch: Path, path: Path | None) -> C
     console.print(f"File system {run.file_system}, {free / 1e9:.0f} GB free; page cache warm.")
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended, too
-    for cell in cells:
+    for number, cell in enumerate(cells):
+        part = len(cell.ways) / sum(len(each.ways) for each in cells[number:])
+        cell_s = part * (limit_s - (time.monotonic() - begin))
         with console.status(cell.title) as status:
-            result = run_cell(cell, scratch, status.update)
+            result = run_cell(cell, scratch, cell_s, status.update)
         run.cells.append(result)
         run.took_s = time.monotonic() - begin
         for table in tables(result):

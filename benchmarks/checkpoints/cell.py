@@ -182,13 +182,26 @@ class WayResult(BaseModel):
 
 
 class CheckpointResult(BaseModel):
-    """What came of a cell."""
+    """What came of a cell.
+
+    Attributes:
+        rounds: those that were run; fewer than planned where time ran out.
+        took_s: with the untimed visits.
+    """
 
     cell: CheckpointCell
     ways: dict[str, WayResult] = {}
+    rounds: int = 0
     load: float = 0.0
     """The machine's load average over one minute before it began."""
     took_s: float = 0.0
+
+    @property
+    def rounds_text(self) -> str:
+        """For people."""
+        planned = self.cell.rounds
+        short = "" if self.rounds == planned else f" of {planned}, for lack of time"
+        return f"{self.rounds} rounds{short}"
 
 
 class CheckpointRun(BaseModel):

@@ -12,8 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from benchmarks.checkpoints.cell import CheckpointCell, CheckpointResult, Visit, Way, WayResult
-from benchmarks.checkpoints.cell import merged as merge
+from benchmarks.checkpoints.cell import (
+    CheckpointCell,
+    CheckpointResult,
+    Visit,
+    Way,
+    WayResult,
+    merged,
+)
 from benchmarks.pool import JobFailed, Pool
 
 JOB_TIMEOUT_S: Final = 300.0
@@ -58,45 +64,76 @@ def check_space(cells: list[CheckpointCell], folder: Path) -> None:
 def run_cell(
     cell: CheckpointCell,
     folder: Path,
+    limit_s: float = float("inf"),
     tell: Tell = lambda _: None,
     timeout_s: float = JOB_TIMEOUT_S,
 ) -> CheckpointResult:
-    """Probe every way once, then time them in rounds. A way that fails is left out then."""
+    """Probe every way once, then time them in rounds. A way that fails is left out then.
+
+    Args:
+        cell: what to run.
+        folder: an empty one for the checkpoints.
+        limit_s: no round begins that would end later, if it took as long as the slowest so far.
+        tell: is told what is going on.
+        timeout_s: of one visit.
+    """
     begin = time.monotonic()
     result = CheckpointResult(cell=cell, load=os.getloadavg()[0])
     ways = cell.parsed
+    slowest_s = 0.0
     with ExitStack() as stack:
         pools = {
             family: stack.enter_context(Pool(cell.world_size))
             for family in dict.fromkeys(way.engine.family for way in ways)
         }
-
-        def visit(way: Way, *, is_probe: bool) -> Visit | None:
-            own = result.ways[str(way)]
-            if own.failure is not None:
-                return None
-            place = folder / "checkpoint"
-            place.mkdir()
-            try:
-                arguments = (cell, str(way), str(place), is_probe)
-                pool = pools[way.engine.family]
-                return merge(pool.run("visit_checkpoint", *arguments, timeout_s=timeout_s))
-            except JobFailed as error:
-                own.failure = str(error)
-                return None
-            finally:
-                shutil.rmtree(place)
-                os.sync()
-
+        one = _OneCell(cell, pools, result, folder / "checkpoint", timeout_s)
         for way in ways:
             tell(f"{cell.title}: untimed, {way.label}")
             result.ways[str(way)] = WayResult()
-            result.ways[str(way)].probe = visit(way, is_probe=True)
+            result.ways[str(way)].probe = one.visit(way, is_probe=True)
         for number in range(cell.rounds):
+            round_begin = time.monotonic()
+            if round_begin - begin + slowest_s > limit_s:
+                break
             first = number % len(ways)
             for way in (*ways[first:], *ways[:first]):
                 tell(f"{cell.title}: round {number + 1} of {cell.rounds}, {way.label}")
-                if (found := visit(way, is_probe=False)) is not None:
+                if (found := one.visit(way, is_probe=False)) is not None:
                     result.ways[str(way)].visits.append(found)
+            result.rounds += 1
+            slowest_s = max(slowest_s, time.monotonic() - round_begin)
     result.took_s = time.monotonic() - begin
     return result
+
+
+class _OneCell:
+    def __init__(
+        self,
+        cell: CheckpointCell,
+        pools: dict[str, Pool],
+        result: CheckpointResult,
+        place: Path,
+        timeout_s: float,
+    ) -> None:
+        self._cell = cell
+        self._pools = pools
+        self._result = result
+        self._place = place
+        self._timeout_s = timeout_s
+
+    def visit(self, way: Way, *, is_probe: bool) -> Visit | None:
+        """One visit on all ranks; None where the way has failed, now or before."""
+        own = self._result.ways[str(way)]
+        if own.failure is not None:
+            return None
+        self._place.mkdir()
+        pool = self._pools[way.engine.family]
+        arguments = (self._cell, str(way), str(self._place), is_probe)
+        try:
+            return merged(pool.run("visit_checkpoint", *arguments, timeout_s=self._timeout_s))
+        except JobFailed as error:
+            own.failure = str(error)
+            return None
+        finally:
+            shutil.rmtree(self._place)
+            os.sync()

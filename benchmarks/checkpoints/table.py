@@ -98,7 +98,7 @@ def _megabytes(value: int | None) -> str:
 
 def tables(result: CheckpointResult) -> list[Table]:
     """For the terminal."""
-    title = f"{result.cell.title}; {result.cell.rounds} rounds, load {result.load:.1f}"
+    title = f"{result.cell.title}; {result.rounds_text}, load {result.load:.1f}"
     return [
         table_of(f"{title}, took {result.took_s:.0f} s", SAVE_HEADINGS, save_rows(result)),
         table_of("Loading, page cache warm", LOAD_HEADINGS, load_rows(result)),
@@ -124,7 +124,7 @@ def _cell(result: CheckpointResult) -> str:
     sizes = [own.probe.state_bytes for own in result.ways.values() if own.probe is not None]
     size = f"{sizes[0] / MEGA:,.0f} MB of state" if sizes else "no state was measured"
     return (
-        f"### {result.cell.title}\n\n{result.cell.rounds} rounds; {size} on all ranks; load before "
+        f"### {result.cell.title}\n\n{result.rounds_text}; {size} on all ranks; load before "
         f"it {result.load:.1f}.\n\n"
         f"{markdown(SAVE_HEADINGS, save_rows(result))}\n\n"
         f"{markdown(LOAD_HEADINGS, load_rows(result))}\n\n"

@@ -81,15 +81,19 @@ def test_the_quick_form_runs(tmp_path: Path) -> None:
 def test_a_way_that_fails_is_said() -> None:
     result = CheckpointResult(
         cell=cell_of("onefold@3", "deepspeed@3"),
+        rounds=1,
         ways={
             "onefold@3": WayResult(visits=[visited()]),
             "deepspeed@3": WayResult(failure="rank 0: ModuleNotFoundError: deepspeed\nmore"),
         },
     )
+    cut_short = result.model_copy(update={"cell": cell_of("onefold@3", rounds=5)})
     good, bad = save_rows(result)
     assert good[1] == "2.00 [2.00, 2.00]"
     assert bad[0] == "DeepSpeed, stage 3 FAILED: rank 0: ModuleNotFoundError: deepspeed"
     assert set(bad[1:]) == {"-", "not flushed"}
+    assert result.rounds_text == "1 rounds"
+    assert cut_short.rounds_text == "1 rounds of 5, for lack of time"
 
 
 # -- numbers ------------------------------------------------------------------------------------
