@@ -11,7 +11,7 @@ BENCH_PIP := $(BENCH_BIN)/python -m pip --disable-pip-version-check -qq
 ARGS ?=
 
 .DEFAULT_GOAL := test
-.PHONY: test demo matrix bench bench-quick check clean
+.PHONY: test demo matrix bench bench-quick bench-checkpoints check clean
 
 test: $(STAMP)  ## run the tests; ARGS="-k window" narrows them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
@@ -27,6 +27,9 @@ bench: $(BENCH_STAMP)  ## measure against the peers, at most 60 minutes; writes 
 
 bench-quick: $(BENCH_STAMP)  ## the same for 8 backwards, stages 2 and 3, 2 ranks, under 8 minutes
 	@$(BENCH_BIN)/python -m benchmarks quick $(ARGS)
+
+bench-checkpoints: $(BENCH_STAMP)  ## saving and loading against the peers, about 10 minutes
+	@$(BENCH_BIN)/python -m benchmarks.checkpoints $(ARGS)
 
 check: $(STAMP)  ## format, lint, types, spelling
 	@$(BIN)/ruff format --check .

@@ -1,7 +1,5 @@
 """``python -m benchmarks``: everything, the quick form, one cell, or the page once more."""
 
-import os
-import platform
 import signal
 import sys
 import time
@@ -16,15 +14,14 @@ from rich.status import Status
 
 from benchmarks import charts, page, suite
 from benchmarks.cell import STAGES_OF, Cell, EngineName, HostCell
+from benchmarks.checkpoints.cell import CheckpointRun
+from benchmarks.machine import CHECKPOINTS, PAGE, RESULTS, ROOT, machine, versions
 from benchmarks.results import Run
 from benchmarks.schedule import run_cell, run_host
 from benchmarks.table import cell_table, host_table, target_table
 from benchmarks.targets import judge
 
-ROOT: Final = Path(__file__).parents[1]
-RESULTS: Final = ROOT / "benchmarks" / "results"
 INTERRUPTED: Final = 130
-PAGE: Final = ROOT / "docs" / "performance.md"
 
 app = typer.Typer(
     help="onefold side by side with its peers, in one run.",
@@ -42,8 +39,8 @@ def run_full(
     ),
 ) -> None:
     """Every cell; writes results/full.json, the charts and docs/performance.md."""
-    run = _measure("full", suite.full(), 60 * minutes, RESULTS / "full.json")
-    _write_page(run)
+    _measure("full", suite.full(), 60 * minutes, RESULTS / "full.json")
+    _write_page()
 
 
 @app.command("quick")
@@ -55,7 +52,7 @@ def run_quick() -> None:
 @app.command("page")
 def write_page() -> None:
     """Draw the charts and write docs/performance.md from results/full.json."""
-    _write_page(Run.load(RESULTS / "full.json"))
+    _write_page()
 
 
 @app.command("run")
@@ -105,7 +102,7 @@ def run_host_time(
 def _measure(kind: str, cells: Iterable[Cell | HostCell], limit_s: float, path: Path | None) -> Run:
     """Run the cells, showing each as it comes; saved after every cell, so that nothing is lost."""
     run = Run(kind=kind, started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
-    run.machine, run.versions = _machine(), _versions()
+    run.machine, run.versions = machine(), versions()
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended, too
     try:
@@ -143,35 +140,13 @@ def _run_one(run: Run, cell: Cell | HostCell, status: Status) -> None:
             console.print(f"{name} failed: {own.failure}", markup=False)
 
 
-def _write_page(run: Run) -> None:
-    PAGE.write_text(page.write(run, charts.draw(run, RESULTS)), encoding="utf-8")
+def _write_page() -> None:
+    """From the files, which have fewer digits than the runs that they come from."""
+    run = Run.load(RESULTS / "full.json")
+    checkpoints = CheckpointRun.load(CHECKPOINTS) if CHECKPOINTS.exists() else None
+    text = page.write(run, charts.draw(run, RESULTS), checkpoints)
+    PAGE.write_text(text, encoding="utf-8")
     console.print(f"Wrote {PAGE.relative_to(ROOT)} and what it shows.")
-
-
-def _machine() -> dict[str, str]:
-    model = platform.processor() or platform.machine()
-    cpu_info, memory_info = Path("/proc/cpuinfo"), Path("/proc/meminfo")
-    if cpu_info.exists():
-        lines = cpu_info.read_text(encoding="utf-8").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        model = names[0] if names else model
-    found = {"processor": model, "cores": str(os.cpu_count()), "system": platform.release()}
-    if memory_info.exists():
-        kib = int(memory_info.read_text(encoding="utf-8").split()[1])
-        found["memory"] = f"{kib / (1 << 20):.0f} GiB"
-    return found
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for name in ("onefold", "torch", "deepspeed", "sentence-transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

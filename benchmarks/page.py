@@ -1,8 +1,10 @@
-"""Page: ``docs/performance.md``, written from a run's JSON and nothing else."""
+"""Page: ``docs/performance.md``, written from the JSON of runs and nothing else."""
 
 from pathlib import Path
 
 from benchmarks.charts import MEMORY, TIME, TIMELINE
+from benchmarks.checkpoints.cell import CheckpointRun
+from benchmarks.checkpoints.table import SECTION, section
 from benchmarks.results import CellResult, Run
 from benchmarks.table import (
     HEADINGS,
@@ -16,6 +18,7 @@ from benchmarks.table import (
 from benchmarks.targets import Judged, judge
 
 _METHOD = Path(__file__).parent / "method.md"
+_CELLS = "## Every cell"
 _INTRODUCTION = """\
 # Performance
 
@@ -31,12 +34,13 @@ _CHARTS = {
 }
 
 
-def write(run: Run, charts: list[str]) -> str:
+def write(run: Run, charts: list[str], checkpoints: CheckpointRun | None = None) -> str:
     """The page.
 
     Args:
         run: of the full form.
         charts: those that were drawn.
+        checkpoints: the run for their section; None leaves it out.
     """
     judged = judge(run)
     parts = [
@@ -48,11 +52,40 @@ def write(run: Run, charts: list[str]) -> str:
         _METHOD.read_text(encoding="utf-8"),
         "\n",
         _host(run),
-        "## Every cell\n\n",
+        "" if checkpoints is None else section(checkpoints),
+        f"{_CELLS}\n\n",
         *(_cell(cell) for cell in run.cells),
         _failures(run),
     ]
     return "".join(parts).rstrip() + "\n"
+
+
+def with_checkpoints(text: str, checkpoints: CheckpointRun) -> str:
+    """The page with the method and the section of checkpoints as they are now, all else as it is.
+
+    Raises:
+        ValueError: the text is not that of the page.
+    """
+    method = _METHOD.read_text(encoding="utf-8") + "\n"
+    text = _replaced(text, method.splitlines()[0], method)
+    if f"\n{SECTION}\n" not in text:
+        text = text.replace(f"\n{_CELLS}\n", f"\n{SECTION}\n\n{_CELLS}\n", 1)
+    return _replaced(text, SECTION, section(checkpoints))
+
+
+def _before(text: str, heading: str) -> str:
+    """What the page has above a heading."""
+    above, found, _ = text.partition(f"\n{heading}\n")
+    if not found:
+        raise ValueError(f"the page has no {heading!r}; write all of it: python -m benchmarks page")
+    return above + "\n"
+
+
+def _replaced(text: str, heading: str, new: str) -> str:
+    """The page with ``new`` in place of a heading and what is below it."""
+    above = _before(text, heading)
+    below = text[len(above) :].partition("\n## ")
+    return above + new + below[1].removeprefix("\n") + below[2]
 
 
 def _setting(run: Run) -> str:

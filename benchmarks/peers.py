@@ -58,12 +58,12 @@ class Fsdp2(Engine):
         root: Any = fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
         assert isinstance(root, FSDPModule)
         self._root = root
-        self._model: nn.Module = model
-        self._optimizer = make_optimizer(trainable(model), setting.workload)
+        self.model: nn.Module = model
+        self.optimizer = make_optimizer(trainable(model), setting.workload)
 
     def step(self, num_backwards: int) -> float:
         total, last = 0.0, self._setting.workload.num_outermost(num_backwards) - 1
-        for k, loss_of in enumerate(losses(self._setting, self._model, num_backwards)):
+        for k, loss_of in enumerate(losses(self._setting, self.model, num_backwards)):
             if self._defers:
                 self._root.set_requires_gradient_sync(k == last)
                 self._root.set_is_last_backward(k == last)
@@ -71,12 +71,12 @@ class Fsdp2(Engine):
             loss = loss_of()
             loss.backward()
             total += loss.item()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return total
 
     def destroy(self) -> None:
-        del self._model, self._root, self._optimizer
+        del self.model, self._root, self.optimizer
         if self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
 
@@ -101,24 +101,24 @@ class DeepSpeed(Engine):
             "zero_allow_untested_optimizer": True,
         }
         optimizer = make_optimizer(trainable(model), setting.workload)
-        self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def step(self, num_backwards: int) -> float:
         total, last = 0.0, self._setting.workload.num_outermost(num_backwards) - 1
-        scope = self._engine.coalesce_grad_reduction
+        scope = self.engine.coalesce_grad_reduction
         with scope() if self._coalesces else contextlib.nullcontext():
-            for k, loss_of in enumerate(losses(self._setting, self._engine, num_backwards)):
+            for k, loss_of in enumerate(losses(self._setting, self.engine, num_backwards)):
                 if not self._coalesces:
-                    self._engine.set_gradient_accumulation_boundary(k == last)
+                    self.engine.set_gradient_accumulation_boundary(k == last)
                 loss = loss_of()
-                self._engine.backward(loss, scale_wrt_gas=False)  # the loss is scaled already
+                self.engine.backward(loss, scale_wrt_gas=False)  # the loss is scaled already
                 total += loss.item()
                 if not self._coalesces:
-                    self._engine.step()
+                    self.engine.step()
         if self._coalesces:
-            self._engine.step()
+            self.engine.step()
         return total
 
     def destroy(self) -> None:
-        self._engine.destroy()
-        del self._engine
+        self.engine.destroy()
+        del self.engine

@@ -19,6 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks import engines
 from benchmarks.cell import Cell, EngineName, HostCell
+from benchmarks.checkpoints.cell import Visit
 from benchmarks.comm_log import CommLog
 from benchmarks.engines import Engine, Setting
 from benchmarks.own import Onefold
@@ -77,7 +78,7 @@ def _prepare(cell: Cell) -> int:
     return warm_up
 
 
-class _Alive:
+class Alive:
     """An engine for the length of a with-block."""
 
     def __init__(self, cell: Cell, name: EngineName) -> None:
@@ -100,7 +101,7 @@ def time_steps(cell: Cell, text: str) -> Timing:
     seconds: list[float] = []
     exposed: list[float] = []
     warm_up = _prepare(cell)
-    with _Alive(cell, EngineName.parse(text)) as engine:
+    with Alive(cell, EngineName.parse(text)) as engine:
         engine.step(warm_up)
         for _ in range(cell.steps):
             mark = engine.ledger.mark() if engine.ledger is not None else {}
@@ -125,7 +126,7 @@ def probe(cell: Cell, text: str) -> Probe:
     _prepare(cell)
     _load_modules(cell, name)
     before = settled_bytes()
-    with _Alive(cell, name) as engine:
+    with Alive(cell, name) as engine:
         first = engine.step(cell.num_backwards)
         held = settled_bytes() - before
         mark = engine.ledger.mark() if engine.ledger is not None else {}
@@ -164,7 +165,7 @@ def probe(cell: Cell, text: str) -> Probe:
 def _load_modules(cell: Cell, name: EngineName) -> None:
     """Run the engine on a small model, so that modules it loads late are not taken for its own."""
     tiny = cell.model_copy(update={"workload": "tiny", "num_backwards": 1})
-    with _Alive(tiny, name) as engine:
+    with Alive(tiny, name) as engine:
         engine.step(1)
         del engine
 
@@ -229,9 +230,17 @@ def time_host(cell: HostCell) -> HostResult:
     return result
 
 
+def visit_checkpoint(*arguments: Any) -> Visit:
+    """Save and load one way's checkpoint once."""
+    from benchmarks.checkpoints.visit import visit  # which needs this module
+
+    return visit(*arguments)
+
+
 JOBS: dict[str, Callable[..., Any]] = {
     "time_steps": time_steps,
     "probe": probe,
     "reference": reference,
     "time_host": time_host,
+    "visit_checkpoint": visit_checkpoint,
 }

@@ -111,9 +111,7 @@ class Run(BaseModel):
         """Write it, rounded."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = (
-            type(self)
-            .model_validate(_rounded(self.model_dump()))
-            .model_dump_json(exclude_none=True)
+            type(self).model_validate(rounded(self.model_dump())).model_dump_json(exclude_none=True)
         )
         path.write_text(_one_line_per_engine(text) + "\n", encoding="utf-8")
 
@@ -135,14 +133,14 @@ class Run(BaseModel):
         ]
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Five digits: more is noise and makes the file long."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [rounded(each) for each in value]
     return value
 
 

@@ -67,7 +67,7 @@ def first_line(text: str) -> str:
 def cell_table(cell: CellResult) -> Table:
     """For the terminal."""
     title = f"{cell.cell.title}; {cell.cell.rounds} rounds, load {cell.load:.1f}"
-    return _table(f"{title}, took {cell.took_s:.0f} s", HEADINGS, rows_of(cell))
+    return table_of(f"{title}, took {cell.took_s:.0f} s", HEADINGS, rows_of(cell))
 
 
 HOST_HEADINGS = ("workload", "backward ms, plain", "in a window", "ratio", "ratio of forwards")
@@ -89,7 +89,7 @@ def host_row(result: HostResult) -> list[str]:
 
 def host_table(results: list[HostResult]) -> Table:
     """For the terminal."""
-    return _table("Host time, paired", HOST_HEADINGS, [host_row(result) for result in results])
+    return table_of("Host time, paired", HOST_HEADINGS, [host_row(result) for result in results])
 
 
 TARGET_HEADINGS = ("target", "bound", "found", "verdict", "note")
@@ -97,10 +97,11 @@ TARGET_HEADINGS = ("target", "bound", "found", "verdict", "note")
 
 def target_table(judged: list[Judged]) -> Table:
     """For the terminal."""
-    return _table("Targets", TARGET_HEADINGS, [list(line) for line in judged])
+    return table_of("Targets", TARGET_HEADINGS, [list(line) for line in judged])
 
 
-def _table(title: str, headings: tuple[str, ...], rows: list[list[str]]) -> Table:
+def table_of(title: str, headings: tuple[str, ...], rows: list[list[str]]) -> Table:
+    """For the terminal."""
     table = Table(title=title, title_justify="left")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place == 0 else "right", overflow="fold")

@@ -1,0 +1,1 @@
+"""Checkpoints: saving and loading, onefold side by side with DCP and DeepSpeed."""
