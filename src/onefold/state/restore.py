@@ -104,16 +104,17 @@ def fill(
     _read(entry, reader, "master", held.name, held, held.piece.detach())
     if not wanted.optimizer or not held.unit.spec.is_trainable:
         return
-    optimizer.state.pop(held.piece, None)
+    here = optimizer.state.pop(held.piece, {})
     if not held.piece.numel() or not (entry.state or entry.scalars):
         return  # the optimizer is never shown an empty piece
     state: dict[str, Any] = {}
     for key, text in entry.state.items():
-        dtype = getattr(torch, text)
-        if text == entry.dtype:
-            dtype = held.piece.dtype
-        state[key] = torch.empty_like(held.piece, dtype=dtype, requires_grad=False)
-        _read(entry, reader, "optimizer", f"{held.name}/{key}", held, state[key])
+        dtype = held.piece.dtype if text == entry.dtype else getattr(torch, text)
+        own = here.get(key)  # filled in place: freed and made again, it would cost its size twice
+        if not isinstance(own, Tensor) or own.shape != held.piece.shape or own.dtype != dtype:
+            own = torch.empty_like(held.piece, dtype=dtype, requires_grad=False)
+        _read(entry, reader, "optimizer", f"{held.name}/{key}", held, own)
+        state[key] = own
     for key, value in entry.scalars.items():
         state[key] = _on_its_device(decode(value), held.piece, optimizer)
     optimizer.state[held.piece] = state
