@@ -1,6 +1,8 @@
 """Asynchronous saves: on disk is what was there at the call, whatever training does then."""
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +13,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import onefold
+from onefold.cli import app
 from onefold.errors import CheckpointError
 from onefold.state.files import write_tensors
 from tests.harness import RankContext, pool_for
@@ -157,6 +161,26 @@ def logs(ctx: RankContext, folder: str) -> list[str]:
     finally:
         logger.removeHandler(handler)
     return texts
+
+
+SCRIPT = """
+import sys
+import torch
+from typer.testing import CliRunner
+import onefold
+from onefold.cli import app
+
+model = torch.nn.Linear(2000, 2000)
+engine, *_ = onefold.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+engine.save_checkpoint(sys.argv[1], async_save=True)
+"""
+
+
+def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, timeout=120)
+    told = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "global_step0", "latest"]
 
 
 def test_an_error_is_logged_where_nobody_meets_it(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ memory, and leaves checksum and flush to a second pass; reading is the library's
 import hashlib
 import json
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -60,26 +62,71 @@ def write_tensors(
     Raises:
         OSError: as of the file system.
         TypeError: safetensors has no such dtype.
-    Memory: ``CHUNK_BYTES`` above the tensors.
+    Memory: a few ``CHUNK_BYTES`` above the tensors.
     """
     header = _header(tensors, metadata or {})
-    digest, size = hashlib.sha256(), 0
-    with path.open("xb") as file:
+    size = 0
+    with _Digest() as digest, path.open("xb", buffering=0) as file:
 
         def put(data: bytes | memoryview) -> None:
             nonlocal size
-            file.write(data)
             digest.update(data)
-            size += len(data)
+            written = 0
+            while written < len(data):  # a raw file may take less than all
+                written += file.write(data[written:])
+            size += written
 
         put(len(header).to_bytes(8, "little"))
         put(header)
         for name, tensor in tensors.items():
             for chunk in _chunks(materialise(name, tensor) if materialise else tensor):
                 put(chunk)
-        file.flush()
         os.fsync(file.fileno())
     return FileEntry(size=size, sha256=digest.hexdigest())
+
+
+class _Digest:
+    """SHA-256 on a thread of its own, because hashing takes as long as writing does.
+
+    Where the interpreter is ending and starts no more threads (an asynchronous save may be the last
+    thing that a process does), it hashes in place.
+    """
+
+    _AHEAD: Final = 2
+    """Chunks that wait; each is held in memory until it is hashed."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._chunks: queue.Queue[bytes | memoryview | None] = queue.Queue(self._AHEAD)
+        self._thread = threading.Thread(target=self._run, name="onefold-sha256", daemon=True)
+        try:
+            self._thread.start()
+            self._is_apart = True
+        except RuntimeError:
+            self._is_apart = False
+
+    def __enter__(self) -> "_Digest":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_apart:
+            self._chunks.put(None)
+            self._thread.join()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """More of the file; not to be written into until the end."""
+        if self._is_apart:
+            self._chunks.put(data)
+        else:
+            self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        """After the end of the with-block."""
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (data := self._chunks.get()) is not None:
+            self._digest.update(data)
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
