@@ -125,11 +125,11 @@ class Moment:
         versions = [buffer._version for buffer in self._buffers]
         if self._versions != versions:
             old = self._versions or [-1] * len(versions)
-            pairs = zip(self._buffers, versions, old, strict=True)
-            kept = self._clones or [None] * len(versions)
+            kept = self._clones or self._buffers
+            rows = zip(self._buffers, versions, old, kept, strict=True)
             self._clones = [
-                clone if version == before and clone is not None else buffer.detach().clone()
-                for (buffer, version, before), clone in zip(pairs, kept, strict=True)
+                clone if version == before else buffer.detach().clone()
+                for buffer, version, before, clone in rows
             ]
             self._versions = versions
         cuda = self._device.type == "cuda"

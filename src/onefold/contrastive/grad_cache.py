@@ -175,14 +175,13 @@ class GradCache:
         share = Share(tuple(sizes[0] for _, sizes in told), control.rank)
         everything = [gather_rows(self._exchange, rows, share).requires_grad_() for rows in own]
         num_ranks = engine.parts.mean_over
-        is_partial = isinstance(self._loss, ContrastiveLoss)
         value, failure = torch.zeros((), dtype=torch.float64), None
         try:
-            if is_partial:
+            if isinstance(self._loss, ContrastiveLoss):
                 for rows in own:
                     rows.requires_grad_()
                 found = self._loss.partial(own, everything, share.first)
-                factor = num_ranks
+                factor = float(num_ranks)
             else:
                 found = self._loss(*everything)
                 factor = num_ranks / control.size
@@ -193,7 +192,7 @@ class GradCache:
         if _has_failed(failure, control.gather(describe(failure) if failure else None)):
             return None
         scale = engine.loss_scaler.scale
-        if not is_partial:
+        if not isinstance(self._loss, ContrastiveLoss):
             ratio, rows_of = control.size / scale, slice(share.first, share.end)
             return _Gradients(value, [_grad(whole)[rows_of] * ratio for whole in everything])
         gradients = [
