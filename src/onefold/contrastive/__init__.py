@@ -1,0 +1,6 @@
+"""Contrastive losses whose similarity matrix never exists whole."""
+
+from onefold.contrastive.losses import TILE, ContrastiveLoss, InfoNCE, SigLIP
+from onefold.contrastive.tiles import FalseNegatives
+
+__all__ = ["TILE", "ContrastiveLoss", "FalseNegatives", "InfoNCE", "SigLIP"]
