@@ -117,7 +117,8 @@ class ContrastiveLoss(nn.Module, ABC):
             ValueError: numbers of columns, shapes, dtypes or devices do not fit; B is 0; the rows
                 lie outside of the whole batch; both ids and false_negatives are given; what
                 false_negatives returned is not bool ``[r, c]``.
-        Memory: for "cos" the normalised embeddings, wide; up to two numbers per row; at most two
+            NotImplementedError: in backward, with ``create_graph=True``.
+        Memory: for "cos" the normalised embeddings, wide; up to three numbers per row; at most two
             tiles of ``tile ** 2`` logits, wide. Backward: the gradients, wide, and a tile. Never
             ``[m, B]``.
         Communication: none.
@@ -320,6 +321,7 @@ class SigLIP(ContrastiveLoss):
     """
 
     max_columns = 2
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -333,7 +335,6 @@ class SigLIP(ContrastiveLoss):
         super().__init__(scale, learnable, similarity, tile)
         checks.check_number("SigLIP()", "bias", bias, -math.inf, math.inf)
         self._first_bias = float(bias)
-        self.bias: nn.Parameter | None
         self.register_parameter("bias", _parameter(bias) if learnable else None)
 
     def _row_losses(

@@ -4,7 +4,7 @@ Legend: M rows, N columns (of all column tensors together), D their width; r, c 
 columns of one tile. "Wide" is the dtype of the computation: fp32, or fp64 where the inputs are.
 Logits are ``scale * rows @ columns.T + bias``.
 
-Forward walks the matrix tile by tile, keeps up to two numbers per row and forgets the logits.
+Forward walks the matrix tile by tile, keeps up to three numbers per row and forgets the logits.
 Backward computes each tile once more, turns it into the derivative with respect to the logits, and
 multiplies that into the gradients. So both hold O((M + N) * D) numbers and one tile, and an
 extra M * N * D multiplications are the price. (The idea is that of attention without its matrix:
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 FalseNegatives = Callable[[Tensor, Tensor, int], Tensor | None]
 """``(rows [r], columns [c], number) -> bool [r, c]``: which pairs of a tile have no part.
@@ -126,7 +125,11 @@ def cross_entropy(rows: Tensor, columns: Sequence[Tensor], scale: Tensor, tiling
 
     Returns:
         ``[M]``, wide, differentiable once with respect to rows, columns and scale.
-    Memory: saves its inputs and 2 M numbers; at most one tile of logits at a time. Backward makes
+
+    Raises:
+        ValueError: what ``tiling.false_negatives`` returned is not bool ``[r, c]``.
+        NotImplementedError: in backward, with ``create_graph=True``.
+    Memory: saves its inputs and 3 M numbers; at most one tile of logits at a time. Backward makes
         the gradients, those of the columns wide until it ends.
     Source: InfoNCE (arXiv:1807.03748) eq. 4; online softmax (arXiv:1805.02867) algorithm 3.
     """
@@ -148,6 +151,9 @@ def sigmoid_loss(
 
     Returns:
         ``[M]``, wide, differentiable once with respect to all four tensors.
+
+    Raises:
+        ValueError, NotImplementedError: as ``cross_entropy``.
     Memory: saves its inputs alone; at most two tiles at a time. Backward makes the gradients, those
         of the columns wide until it ends.
     Source: SigLIP (arXiv:2303.15343) eq. 2 and algorithm 1.
@@ -157,41 +163,48 @@ def sigmoid_loss(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See ``cross_entropy``. Saved per row: its largest logit, and the sum relative to that.
+    """See ``cross_entropy``. Saved per row: largest logit, and two sums relative to it.
 
     Their log-sum-exp would be one number, but not precise where logits are large: at 1000 the
     nearest fp32 numbers are 6e-5 apart, and so would be the relative error of each probability.
+    And where the own logit is far above the others, their sum is lost beside it; kept apart it
+    gives the loss, and the derivative with respect to the own logit, all their digits.
     """
 
     @staticmethod
     def forward(ctx: Any, tiling: Tiling, rows: Tensor, scale: Tensor, *columns: Tensor) -> Tensor:
         # The lowest finite number: with -inf a tile without any pair would make -inf - -inf.
-        largest = scale.new_full((len(rows),), torch.finfo(scale.dtype).min)  # [M]
-        total = torch.zeros_like(largest)  # [M]
+        largest = scale.new_full((len(rows),), torch.finfo(scale.dtype).min)  # [M], of others
+        others = torch.zeros_like(largest)  # [M], sum of exp(logit - largest)
         own = torch.empty_like(largest)  # [M]
         with torch.autocast(rows.device.type, enabled=False):
             for block in tiling.blocks(len(rows)):
                 scaled = rows[block].to(scale.dtype) * scale
-                block_largest, block_total = largest[block], total[block]  # views
+                block_largest, block_others = largest[block], others[block]  # views
                 for tile in tiling.tiles(block, scaled, columns):
                     own[block][tile.own_rows] = tile.own
+                    tile.own.fill_(-torch.inf)
                     now = torch.maximum(block_largest, tile.logits.amax(dim=1))
                     tile.logits.sub_(now.unsqueeze(1)).exp_()
-                    block_total.mul_((block_largest - now).exp_()).add_(tile.logits.sum(dim=1))
+                    block_others.mul_((block_largest - now).exp_()).add_(tile.logits.sum(dim=1))
                     block_largest.copy_(now)
+        of_others, largest = largest, torch.maximum(largest, own)
+        others.mul_((of_others - largest).exp_())
+        below = largest - own  # nan where logits overflowed, and so is the loss then
+        total = others + (-below).exp_()
         ctx.tiling = tiling
-        ctx.save_for_backward(rows, scale, largest, total, *columns)
-        return (largest - own).add_(total.log())
+        ctx.save_for_backward(rows, scale, largest, others, total, *columns)
+        return torch.where(below == 0, others.log1p(), below + total.log())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, scale, largest, total, *columns = ctx.saved_tensors
+        _refuse_graph("cross_entropy")
+        rows, scale, largest, others, total, *columns = ctx.saved_tensors
 
         def derive(tile: Tile, block: slice) -> Tensor:
             """Softmax less one at the own column, both times ``total``."""
             tile.logits.sub_(largest[block].unsqueeze(1)).exp_()
-            tile.own.sub_(total[block][tile.own_rows])
+            tile.own.copy_(others[block][tile.own_rows]).neg_()
             return tile.logits
 
         sums = _Sums(ctx.tiling, rows, scale, None, columns)
@@ -221,8 +234,8 @@ class _SigmoidLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_graph("sigmoid_loss")
         rows, scale, bias, columns = ctx.saved_tensors
 
         def derive(tile: Tile, block: slice) -> Tensor:
@@ -235,6 +248,16 @@ class _SigmoidLoss(torch.autograd.Function):
         needs_rows, needs_scale, needs_bias, needs_columns = ctx.needs_input_grad[1:]
         sums.add_tiles(derive, grad, needs_rows or needs_scale, [needs_columns], needs_bias)
         return None, sums.of_rows, sums.of_scale, sums.of_bias, *sums.of_columns()
+
+
+def _refuse_graph(who: str) -> None:
+    # once_differentiable would let this pass where the loss itself is differentiated: its marks
+    # hang on the incoming gradient, and the second derivative through the embeddings would be 0.
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{who}(): its gradients are not differentiable, and backward was called with "
+            "create_graph=True. Differentiate this loss without that, or use a full matrix."
+        )
 
 
 class _Sums:
