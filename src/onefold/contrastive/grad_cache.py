@@ -39,7 +39,6 @@ class _Chunk(NamedTuple):
 class _Gradients(NamedTuple):
     loss: Tensor
     by_column: list[Tensor]
-    """``[m, D]`` each."""
 
 
 class GradCache:
@@ -93,11 +92,12 @@ class GradCache:
         self._distinct = list(dict.fromkeys(self._engines))
         self._moment = Moment([engine.module for engine in self._distinct], first.device)
 
-    def __call__(self, *columns: Column) -> Tensor:
+    def __call__(self, *columns: Column, **options: Any) -> Tensor:
         """Forward and backward of one whole batch; ``engine.step()`` is the caller's.
 
         Args:
             columns: this rank's rows of every column: tensors, mappings of tensors, or lists.
+            options: for the loss; ``ids``, this rank's ``[m]`` or ``[m, C - 1]``, are gathered.
 
         Returns:
             The loss of the whole batch, a detached scalar, the same on every rank.
@@ -115,7 +115,7 @@ class GradCache:
                 windows.enter_context(engine.coalesce_grad_reduction())
             chunks, counts, failure = self._encode_all(columns)
             with self._moment.kept():
-                found = self._loss_and_gradients(chunks, counts, failure)
+                found = self._loss_and_gradients(chunks, counts, failure, options)
                 if found is not None:  # else a window's end raises, because a rank has failed
                     self._replay(columns, chunks, found.by_column)
         assert found is not None
@@ -160,46 +160,78 @@ class GradCache:
     # -- loss ----------------------------------------------------------------------------------
 
     def _loss_and_gradients(
-        self, chunks: Sequence[_Chunk], counts: Sequence[int], failure: Exception | None
+        self,
+        chunks: Sequence[_Chunk],
+        counts: Sequence[int],
+        failure: Exception | None,
+        options: dict[str, Any],
     ) -> "_Gradients | None":
         """The loss down to this rank's embeddings; None if another rank has failed.
 
         The gradients are such that the engines' own division makes the result that of one process.
         """
-        control, engine = self._control, self._engines[0]
-        wide = [_widened(chunk.embedding.detach()) for chunk in chunks]
-        own = split_columns(wide, counts) if failure is None else []
+        control = self._control
+        own: list[Tensor] = []
+        if failure is None:
+            wide = [_widened(chunk.embedding.detach()) for chunk in chunks]
+            own = split_columns(wide, counts)
         told = control.gather((describe(failure) if failure else None, [len(c) for c in own]))
         if _has_failed(failure, [text for text, _ in told]):
             return None
         share = Share(tuple(sizes[0] for _, sizes in told), control.rank)
-        everything = [gather_rows(self._exchange, rows, share).requires_grad_() for rows in own]
-        num_ranks = engine.parts.mean_over
-        value, failure = torch.zeros((), dtype=torch.float64), None
+        if (ids := options.get("ids")) is not None:
+            flat = ids.reshape(len(ids), -1)
+            whole = gather_rows(self._exchange, flat, share)
+            options = options | {"ids": whole.reshape(-1, *ids.shape[1:])}
+        found: _Gradients | None = None
         try:
-            if isinstance(self._loss, ContrastiveLoss):
-                for rows in own:
-                    rows.requires_grad_()
-                found = self._loss.partial(own, everything, share.first)
-                factor = float(num_ranks)
-            else:
-                found = self._loss(*everything)
-                factor = num_ranks / control.size
-            value = found.detach().double().cpu()
-            engine.scale(found * factor).backward()
+            found = self._of_all(own, share, options)
         except Exception as error:
             failure = error
         if _has_failed(failure, control.gather(describe(failure) if failure else None)):
             return None
-        scale = engine.loss_scaler.scale
+        assert found is not None
+        return self._of_own(found, own, share)
+
+    def _of_all(self, own: Sequence[Tensor], share: Share, options: dict[str, Any]) -> "_Gradients":
+        """This rank's summand of the loss, down to everybody's embeddings ``[B, D]``."""
+        loss, engine = self._loss, self._engines[0]
+        everything = [self._gathered(column, rows, share) for column, rows in enumerate(own)]
+        factor = float(engine.parts.mean_over)
+        if isinstance(loss, ContrastiveLoss):
+            for rows in own:
+                rows.requires_grad_()
+            value = loss.partial(own, everything, share.first, **options)
+        else:
+            value = loss(*everything, **options)
+            factor /= self._control.size
+        engine.scale(value * factor).backward()
+        return _Gradients(value.detach().double().cpu(), [_grad(whole) for whole in everything])
+
+    def _gathered(self, column: int, rows: Tensor, share: Share) -> Tensor:
+        if self._is_local(column):
+            return rows.new_zeros(1, 1).expand(sum(share.sizes), rows.shape[1])
+        return gather_rows(self._exchange, rows, share).requires_grad_()
+
+    def _is_local(self, column: int) -> bool:
+        """Whether no other rank's loss depends on the column."""
+        loss = self._loss
+        return isinstance(loss, ContrastiveLoss) and column == 0 and not loss.needs_all_anchors
+
+    def _of_own(self, found: "_Gradients", own: Sequence[Tensor], share: Share) -> "_Gradients":
+        """The gradients of this rank's rows, and the loss of the whole batch."""
+        scale = self._engines[0].loss_scaler.scale
         if not isinstance(self._loss, ContrastiveLoss):
-            ratio, rows_of = control.size / scale, slice(share.first, share.end)
-            return _Gradients(value, [_grad(whole)[rows_of] * ratio for whole in everything])
-        gradients = [
-            (_grad(rows) + return_gradients(self._exchange, _grad(whole), share)) / scale
-            for rows, whole in zip(own, everything, strict=True)
-        ]
-        return _Gradients(control.gather_floats([float(value)]).sum(), gradients)
+            ratio, rows_of = self._control.size / scale, slice(share.first, share.end)
+            return _Gradients(found.loss, [whole[rows_of] * ratio for whole in found.by_column])
+        by_column = []
+        for column, (rows, whole) in enumerate(zip(own, found.by_column, strict=True)):
+            gradient = _grad(rows)
+            if not self._is_local(column):
+                gradient = gradient + return_gradients(self._exchange, whole, share)
+            by_column.append(gradient / scale)
+        loss = self._control.gather_floats([float(found.loss)]).sum()
+        return _Gradients(loss, by_column)
 
     # -- second pass ---------------------------------------------------------------------------
 
