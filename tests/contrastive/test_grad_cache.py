@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.contrastive import ContrastiveLoss, GradCache, InfoNCE, SigLIP
-from tests.contrastive.towers import TwoTowers, batch_of, reference
+from tests.contrastive.towers import ROWS, TwoTowers, batch_of, reference, whole_batch
 from tests.harness import RankContext, pool_for
 from tests.rig import STAGES, counts, gathered, start
 
@@ -37,7 +37,7 @@ def cached(
 ) -> tuple[onefold.Engine, GradCache]:
     config = settings.pop("config", {})
     engine = start(ctx, model, stage, config=config, zero={"reduce_bucket_size": 50})
-    encoders = [model.encode_query, model.encode_document]
+    encoders = settings.pop("encoders", [model.query, model.document])
     return engine, GradCache(engine, loss, encoders=encoders, **settings)
 
 
@@ -152,13 +152,63 @@ def frozen(ctx: RankContext, stage: int) -> None:
     model.document.register_forward_hook(counted)
     cache(*batch_of(ctx, ctx.rank))
     assert_is(engine, grads, 1e-12)
-    chunks = -(-len(batch_of(ctx, ctx.rank)[0]["tokens"]) // 2)
-    assert calls == chunks + 1  # one of the second pass found that there is nothing to do
+    assert calls == -(-len(batch_of(ctx, ctx.rank)[0]["tokens"]) // 2)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_frozen_tower_is_not_encoded_again(stage: int) -> None:
     pool_for(2).run(frozen, stage=stage)
+
+
+def frozen_chunk(ctx: RankContext, stage: int, keep: int, which: int) -> None:
+    """A chunk of the documents has no graph, and the others of its column have one."""
+    queries, documents = batch_of(ctx, ctx.rank)
+    is_frozen = torch.zeros(len(documents["tokens"]), dtype=torch.bool)
+    is_frozen[2 * which : 2 * which + 2] = True
+    model = TwoTowers().double()
+    whole = model.encode_document(documents)
+    held = torch.where(is_frozen[:, None], whole.detach(), whole)
+    InfoNCE()(model.encode_query(queries), held).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model = TwoTowers().double()
+
+    def encode_document(chunk: dict[str, Tensor]) -> Tensor:
+        found = model.document(chunk["tokens"], chunk["attention_mask"])
+        return found.detach() if chunk["is_frozen"].all() else found
+
+    encoders = [model.query, encode_document]
+    engine, cache = cached(
+        ctx, stage, InfoNCE(), model, mini_batch_size=2, keep_graphs=keep, encoders=encoders
+    )
+    cache(queries, documents | {"is_frozen": is_frozen})
+    assert_is(engine, grads, 1e-12)
+
+
+@pytest.mark.parametrize("which", [0, 2], ids=["first", "last"])
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_chunk_without_a_graph(stage: int, keep: int, which: int) -> None:
+    pool_for(1).run(frozen_chunk, stage=stage, keep=keep, which=which)
+
+
+def with_ids(ctx: RankContext, stage: int) -> None:
+    """Rows of several ranks are about the same thing, and are no negatives for each other."""
+    own = [torch.arange(ROWS[rank]) % 3 for rank in range(ctx.world_size)]
+    model = TwoTowers().double()
+    embeddings = [model.query(**whole_batch(ctx)[0]), model.document(**whole_batch(ctx)[1])]
+    value = InfoNCE()(*embeddings, ids=torch.cat(own))
+    assert value != InfoNCE()(*embeddings)
+    value.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    engine, cache = cached(ctx, stage, InfoNCE(), TwoTowers().double(), mini_batch_size=2)
+    found = cache(*batch_of(ctx, ctx.rank), ids=own[ctx.rank])
+    assert abs(float(found) - float(value)) <= 1e-12 * abs(float(value))
+    assert_is(engine, grads, 1e-12)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ids_are_gathered(stage: int) -> None:
+    pool_for(3).run(with_ids, stage=stage)
 
 
 def accumulated(ctx: RankContext, stage: int) -> None:

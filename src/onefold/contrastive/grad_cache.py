@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onefold.contrastive.chunks import Column, Moment, Rows, State, cut, take_rows
 from onefold.contrastive.gather import Share, gather_rows, return_gradients, split_columns
@@ -24,7 +24,7 @@ from onefold.contrastive.losses import ContrastiveLoss
 from onefold.engine import Engine
 from onefold.errors import describe
 
-Encoder = Callable[[Any], Tensor]
+Encoder = Callable[..., Tensor]
 
 
 class _Chunk(NamedTuple):
@@ -49,8 +49,9 @@ class GradCache:
         loss: a ``ContrastiveLoss``, of which each rank computes its rows; or any callable of the
             columns' embeddings ``[B, D]``, the same on all ranks, which every rank computes whole.
             Parameters in it are trained if they are in an engine's module.
-        encoders: from a chunk to its embeddings ``[k, D]``; one, or one per column. By default the
-            engines themselves; mappings are passed to these as keywords.
+        encoders: from a chunk to its embeddings ``[k, D]``; one, or one per column: modules, which
+            get mappings as keywords, or functions. By default the engines themselves. A module
+            without trainable parameters is not called twice.
         mini_batch_size: rows of a chunk; or
         mini_batch_tokens: the most that rows x longest row of a chunk may be.
         keep_graphs: of how many chunks, the last ones, the graph is kept, so that they are encoded
@@ -147,8 +148,7 @@ class GradCache:
             return chunks, [], error
 
     def _encode(self, columns: Sequence[Column], rows: Rows) -> Tensor:
-        encoder = self._encoders[rows.column if len(self._encoders) > 1 else 0]
-        embedding = encoder(take_rows(columns[rows.column], rows))
+        embedding = self._encoder_of(rows.column).encode(take_rows(columns[rows.column], rows))
         if embedding.dim() != 2 or len(embedding) != rows.end - rows.begin:
             raise ValueError(
                 f"GradCache: expected embeddings of shape [{rows.end - rows.begin}, D] from the "
@@ -239,44 +239,57 @@ class GradCache:
         self, columns: Sequence[Column], chunks: list[_Chunk], gradients: Sequence[Tensor]
     ) -> None:
         """One backward per chunk; those whose graph was kept come first, and are freed."""
-        frozen: set[int] = set()
         while chunks:
             rows, state, embedding = chunks.pop()
-            if rows.column in frozen:
-                continue
-            if not embedding.requires_grad:
+            if not embedding.requires_grad and self._encoder_of(rows.column).is_trained():
                 self._moment.restore(state)
                 embedding = self._encode(columns, rows)
             if not embedding.requires_grad:
-                frozen.add(rows.column)
-                continue
+                continue  # nothing in this chunk is trained
             gradient = gradients[rows.column][rows.begin : rows.end]
             surrogate = (_widened(embedding) * gradient).sum()
             self._engine_of(rows.column).backward(surrogate)
+
+    def _encoder_of(self, column: int) -> "_Encoder":
+        return self._encoders[column if len(self._encoders) > 1 else 0]
 
     def _engine_of(self, column: int) -> Engine:
         return self._engines[column if len(self._engines) > 1 else 0]
 
 
+class _Encoder:
+    """Makes embeddings of chunks."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._module: nn.Module | None = None
+        if isinstance(encoder, Engine):
+            self._module = encoder.module
+        elif isinstance(encoder, nn.Module):
+            self._module = encoder
+
+    def encode(self, chunk: Any) -> Tensor:
+        """``[k, D]``."""
+        if self._module is not None and isinstance(chunk, dict):
+            return self._encoder(**chunk)
+        return self._encoder(chunk)
+
+    def is_trained(self) -> bool:
+        """Whether encoding with a graph may give one; a function might always."""
+        return self._module is None or any(p.requires_grad for p in self._module.parameters())
+
+
 def _encoders_of(
     engines: Sequence[Engine], encoders: Encoder | Sequence[Encoder] | None
-) -> list[Encoder]:
+) -> list[_Encoder]:
     if encoders is None:
-        return [_called_with_keywords(engine) for engine in engines]
+        return [_Encoder(engine) for engine in engines]
     found = [encoders] if callable(encoders) else list(encoders)
     if len(engines) > 1 and len(found) != len(engines):
         raise ValueError(
             f"GradCache: expected as many encoders as engines, got {len(found)} and {len(engines)}."
         )
-    return found
-
-
-def _called_with_keywords(engine: Engine) -> Encoder:
-    def encode(chunk: Any) -> Tensor:
-        found: Tensor = engine(**chunk) if isinstance(chunk, dict) else engine(chunk)
-        return found
-
-    return encode
+    return [_Encoder(encoder) for encoder in found]
 
 
 def _has_failed(own: Exception | None, told: Sequence[str | None]) -> bool:
