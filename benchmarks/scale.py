@@ -140,7 +140,7 @@ def measure(stage: int, ranks: int, params: int, backwards: int) -> Row:
             calls=sum(total.count for total in sent) // STEPS,
             sent_bytes=sum(total.bytes_out for total in sent) // STEPS,
             home_bytes=home_bytes(engine),
-            leased_bytes=engine._parts.arena.peak_bytes,
+            leased_bytes=engine.parts.arena.peak_bytes,
             own_ms=1e3
             * statistics.median(whole - passes - group for passes, whole, group in times),
             backward_ms=1e3 * statistics.median(one[0] / backwards for one in times),

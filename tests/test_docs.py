@@ -57,6 +57,7 @@ RECIPES = {
     "explain()": "without a window: n x",
     "peft": "window flushed: 4 backward(s)",
     "async_save": "24 [",
+    "GradCache": "window flushed: 16 backward(s)",
 }
 
 

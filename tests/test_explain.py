@@ -113,7 +113,7 @@ def test_transports_of_real_groups(ctx: RankContext, choice: str, stage: int) ->
     assert ("reduction of dense" in text) == (ctx.world_size > 1)
     if ctx.world_size > 1:
         axis = "shard" if stage else "replicate"
-        group = getattr(engine._parts.wires[0].mesh, axis)
+        group = getattr(engine.parts.wires[0].mesh, axis)
         assert f"{axis}: {ctx.world_size} ranks, transport {group.transport.name} (" in text
         assert ("auto: " in text) == (choice == "auto")
         assert (IN_ORDER in text) == (choice != "native")

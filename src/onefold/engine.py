@@ -51,14 +51,13 @@ class Engine(Checkpointed):
         self.loss_scaler = LossScaler(parts.config.loss_scale)
         self.plan = parts.plan
         self._world = parts.world
-        self._parts = parts
+        self.parts = parts
         self._units = parts.units
         self._trainable = [unit for unit in parts.units if unit.spec.is_trainable]
         managed = parts.config.managed_gradient_accumulation
-        averages = parts.config.gradient_allreduce_op == "mean"
         self._accumulation = Accumulation(
             parts.config.gradient_accumulation_steps if managed else None,
-            num_ranks=parts.world.size if averages else 1,
+            num_ranks=parts.mean_over,
         )
         self._backwards = Backwards(wants_scaled=self.loss_scaler.is_active)
         self._autocast = Autocast(parts.module, parts.plan.autocast_dtype, self.device.type)
@@ -320,7 +319,7 @@ class Engine(Checkpointed):
 
         Communication: none.
         """
-        meshes = [wire.mesh for wire in self._parts.wires]
+        meshes = [wire.mesh for wire in self.parts.wires]
         return explain(self.plan, meshes, self._world.rank, self._world.size)
 
     def get_global_grad_norm(self) -> float | None:
@@ -373,7 +372,7 @@ class Engine(Checkpointed):
         Communication: one all-gather per sharded unit, one broadcast per persistent buffer.
         Memory: the model on the host, one unit on the device.
         """
-        return full_state_dict(self.module, self._units, self._parts.wires[0], self._world.control)
+        return full_state_dict(self.module, self._units, self.parts.wires[0], self._world.control)
 
     def destroy(self) -> None:
         """Take the engine off the module and the optimizer, and free its groups.
@@ -390,4 +389,4 @@ class Engine(Checkpointed):
         try:
             self._saver.close()
         finally:
-            self._parts.disconnect()
+            self.parts.disconnect()

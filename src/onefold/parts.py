@@ -1,6 +1,6 @@
 """Parts: what ``initialize`` built and the engine runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from onefold.config import Config
 from onefold.experts import expert_parallel_modules
 from onefold.plan import Plan
 from onefold.unit import Unit
-from onefold.wire.all_to_all import AllToAll
+from onefold.wire.all_to_all import AllToAll, connect
 from onefold.wire.buffer import Arena
 from onefold.wire.collectives import Collectives
 from onefold.wire.ledger import Ledger
@@ -37,12 +37,29 @@ class Parts:
     dataloader: "StatefulDataLoader[Any] | None"
     """Whose place in the data is saved; None where the caller keeps its own."""
 
+    connected: list[AllToAll] = field(default_factory=list)
+    """Made by ``connect``."""
+
+    @property
+    def mean_over(self) -> int:
+        """What the sum of gradients over ranks is divided by."""
+        return self.world.size if self.config.gradient_allreduce_op == "mean" else 1
+
+    def connect(self) -> AllToAll:
+        """An all-to-all of all data-parallel ranks, in the order of the control group.
+
+        Communication: group creation; every rank calls it.
+        """
+        exchange = connect(tuple(sorted(self.world.ranks)), self.config.timeout_s, self.ledger)
+        self.connected.append(exchange)
+        return exchange
+
     def disconnect(self) -> None:
         """Free the groups."""
         for wire in self.wires:
             wire.mesh.destroy()
         for _, experts in expert_parallel_modules(self.module):
             experts.disconnect()
-        for exchange in self.exchanges:
+        for exchange in (*self.exchanges, *self.connected):
             exchange.destroy()
         leave_world(self.world)

@@ -305,7 +305,7 @@ def test_a_failed_rank_completes_what_the_plan_prescribes(ctx: RankContext, stag
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_control_group_waits_longest(ctx: RankContext, stage: int) -> None:
     engine = street(ctx, stage, config={"onefold": {"timeout_s": 100}})
-    mesh, control = engine._parts.wires[0].mesh, engine._world.control._group
+    mesh, control = engine.parts.wires[0].mesh, engine._world.control._group
     data = mesh.shard.process_group or mesh.replicate.process_group
     if ctx.world_size == 1:
         assert data is None

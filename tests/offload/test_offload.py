@@ -268,7 +268,7 @@ def test_the_state_is_this_ranks_share(ctx: RankContext, stage: int, offload: st
         held.append((sum(p.nbytes for p in pieces), sum(t.nbytes for t in moments)))
         assert {tensor.device.type for tensor in (*pieces, *moments)} == {"cpu"}
         assert all(unit.gradients.grad_shard is None for unit in engine._units)
-        assert engine._parts.arena.leased_bytes == 0
+        assert engine.parts.arena.leased_bytes == 0
     masters_bytes, state_bytes = held[0]
     assert set(held) == {(masters_bytes, 2 * masters_bytes)}
     assert state_bytes == 2 * masters_bytes

@@ -38,7 +38,7 @@ def test_what_is_held_between_steps(size: int, stage: int, is_narrow: bool) -> N
         for n in (1, 4):
             run_step(engine, n)
             assert home_bytes(engine) == parameters + masters
-            arena = engine._parts.arena
+            arena = engine.parts.arena
             assert (arena.leased_bytes, arena.kept_bytes) == (0, 0)
 
 
@@ -48,7 +48,7 @@ def test_what_a_window_leases(size: int, stage: int) -> None:
     """All full gradients, and the shards of the reductions that are in flight beside them."""
     shards = MAX_IN_FLIGHT * LAYER_NUMEL // size if stage else 0  # stage 0 reduces in place
     with engine_of(size, stage, Stack(LAYERS)) as engine:
-        arena = engine._parts.arena
+        arena = engine.parts.arena
         for n in (1, 4, 16) if size < 4096 else (1, 4):
             run_step(engine, n)
             assert arena.peak_bytes == 4 * (NUMEL + shards), n

@@ -24,7 +24,7 @@ class Checkpointed:
     _loader: Loader
     _transaction: Transaction
     _stepper: Stepper
-    _parts: Parts
+    parts: Parts
 
     @property
     def global_steps(self) -> int:
@@ -126,7 +126,7 @@ class Checkpointed:
         Memory: one unit, on every rank's device and host.
         Source: the name is that of DeepSpeed's ``save_16bit_model``.
         """
-        parts = self._parts
+        parts = self.parts
         on_all_ranks(
             parts.world.control,
             "save_16bit_model()",
@@ -188,7 +188,7 @@ class Checkpointed:
         self._stepper.hide()
         self._loader.load(found, wanted)
         publisher = Publisher()
-        publisher.start(self._parts.units)
+        publisher.start(self.parts.units)
         publisher.finish()
         if not load_module_only:
             self._stepper.resume(*found.index.progress.counters)
