@@ -137,6 +137,28 @@ def test_masks_and_buffers_are_those_of_the_first_pass(stage: int) -> None:
     pool_for(2).run(masks, stage=stage)
 
 
+def autocast(ctx: RankContext, stage: int) -> None:
+    """In a user's own context, which caches weights in the first pass, without graphs."""
+    found = []
+    for keep in (0, 100):
+        model = TwoTowers()
+        engine, cache = cached(ctx, stage, InfoNCE(), model, mini_batch_size=2, keep_graphs=keep)
+        with torch.autocast("cpu", torch.bfloat16):
+            value = float(cache(*batch_of(ctx, ctx.rank)))
+        engine.reduce_gradients()
+        found.append((value, [engine.full_grad(param) for param in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert one is not None
+        assert one.any()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autocast(stage: int) -> None:
+    pool_for(2).run(autocast, stage=stage)
+
+
 def frozen(ctx: RankContext, stage: int) -> None:
     model, plain_model = TwoTowers().double(), TwoTowers().double()
     for one in (model, plain_model):

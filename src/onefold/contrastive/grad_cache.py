@@ -141,8 +141,6 @@ class GradCache:
                 with torch.set_grad_enabled(number >= len(ranges) - self._keep_graphs):
                     embedding = self._encode(columns, rows)
                 chunks.append(_Chunk(rows, state, embedding))
-            # Weights that autocast has cast without a graph must not serve the second pass.
-            torch.clear_autocast_cache()
             return chunks, [sum(r.column == c for r in ranges) for c in range(len(columns))], None
         except Exception as error:
             return chunks, [], error
