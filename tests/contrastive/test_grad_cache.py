@@ -137,6 +137,42 @@ def test_masks_and_buffers_are_those_of_the_first_pass(stage: int) -> None:
     pool_for(2).run(masks, stage=stage)
 
 
+class ImagesAndNames(nn.Module):
+    """``[B, 1, 4, 4]`` images in one tower, lists of words in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.image = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 5))
+        self.words = nn.Embedding(9, 5)
+
+    def encode_words(self, names: list[list[int]]) -> Tensor:
+        return torch.stack([self.words(torch.tensor(name)).mean(dim=0) for name in names])
+
+
+def images(ctx: RankContext, stage: int, settings: dict[str, Any]) -> None:
+    def columns(rank: int) -> tuple[Tensor, list[list[int]]]:
+        pixels = ctx.data(ROWS[rank], 1, 4, 4, key=rank, rank=rank, dtype=torch.float64)
+        return pixels, [[row % 9] * (row % 3 + 1) for row in range(rank, rank + ROWS[rank])]
+
+    model = ImagesAndNames().double()
+    pixels, names = zip(*[columns(rank) for rank in range(ctx.world_size)], strict=True)
+    every_name = [name for own in names for name in own]
+    SigLIP()(model.image(torch.cat(pixels)), model.encode_words(every_name)).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model = ImagesAndNames().double()
+    engine = start(ctx, model, stage, zero={"reduce_bucket_size": 20})
+    encoders: list[Any] = [model.image, model.encode_words]
+    GradCache(engine, SigLIP(), encoders=encoders, **settings)(*columns(ctx.rank))
+    assert_is(engine, grads, 1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_tokens": 3}])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_images_and_lists(stage: int, settings: dict[str, Any]) -> None:
+    pool_for(2).run(images, stage=stage, settings=settings)
+
+
 def autocast(ctx: RankContext, stage: int) -> None:
     """In a user's own context, which caches weights in the first pass, without graphs."""
     found = []
