@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import onefold
 from onefold.contrastive import ContrastiveLoss, GradCache, InfoNCE, SigLIP
-from tests.contrastive.towers import ROWS, TwoTowers, batch_of, reference, whole_batch
+from tests.contrastive.towers import (
+    ROWS,
+    TwoTowers,
+    assert_is,
+    batch_of,
+    cached,
+    plain,
+    reference,
+    whole_batch,
+)
 from tests.harness import RankContext, pool_for
 from tests.rig import STAGES, counts, gathered, start
-
-
-def plain(queries: Tensor, documents: Tensor) -> Tensor:
-    """A loss that knows nothing of ranks."""
-    logits = queries @ documents.T
-    return nn.functional.cross_entropy(logits, torch.arange(len(logits))) + queries.square().mean()
-
 
 LOSSES: dict[str, Any] = {
     "info_nce": InfoNCE,
@@ -30,32 +31,6 @@ LOSSES: dict[str, Any] = {
 def loss_of(name: str) -> tuple[Any, nn.Module | None]:
     loss = LOSSES[name]()
     return loss, loss if isinstance(loss, nn.Module) else None
-
-
-def cached(
-    ctx: RankContext, stage: int, loss: Any, model: TwoTowers, **settings: Any
-) -> tuple[onefold.Engine, GradCache]:
-    config = settings.pop("config", {})
-    engine = start(ctx, model, stage, config=config, zero={"reduce_bucket_size": 50})
-    encoders = settings.pop("encoders", [model.query, model.document])
-    return engine, GradCache(engine, loss, encoders=encoders, **settings)
-
-
-def assert_is(engine: onefold.Engine, wanted: dict[str, Tensor], tolerance: float) -> None:
-    engine.reduce_gradients()
-    seen = 0
-    for name, param in engine.module.named_parameters():
-        if not param.requires_grad:
-            continue
-        grad = engine.full_grad(param)
-        if name not in wanted:
-            assert grad is None or not grad.any(), name
-            continue
-        assert grad is not None, name
-        seen += 1
-        error = (grad - wanted[name]).abs().max() / wanted[name].abs().max()
-        assert error <= tolerance, (name, float(error))
-    assert seen == len(wanted) > 4
 
 
 def exact(ctx: RankContext, stage: int, loss: str, settings: dict[str, Any]) -> None:
@@ -316,43 +291,6 @@ def test_sixteen_bits(stage: int, precision: str) -> None:
     pool_for(2).run(narrow, stage=stage, precision=precision)
 
 
-class Broken(Exception):
-    pass
-
-
-def one_fails(ctx: RankContext, stage: int, where: str) -> None:
-    """An error on one rank drops the step on all; the next one is right."""
-    _, grads = reference(ctx, TwoTowers().double(), plain)
-    breaks = True
-
-    def loss(queries: Tensor, documents: Tensor) -> Tensor:
-        if breaks and ctx.rank == 1 and where == "loss":
-            raise Broken
-        return plain(queries, documents)
-
-    model = TwoTowers().double()
-    engine, cache = cached(ctx, stage, loss, model, mini_batch_size=2)
-
-    def hook(*_: Any) -> None:
-        is_second = torch.is_grad_enabled()
-        if breaks and ctx.rank == 1 and where == ("second" if is_second else "first"):
-            raise Broken
-
-    model.document.register_forward_hook(hook)
-    kind = Broken if ctx.rank == 1 else onefold.WindowAborted
-    with pytest.raises(kind):
-        cache(*batch_of(ctx, ctx.rank))
-    breaks = False
-    cache(*batch_of(ctx, ctx.rank))
-    assert_is(engine, grads, 1e-12)
-
-
-@pytest.mark.parametrize("where", ["first", "loss", "second"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_that_fails_takes_all_with_it(stage: int, where: str) -> None:
-    pool_for(2).run(one_fails, stage=stage, where=where)
-
-
 def two_engines(ctx: RankContext, stage: int) -> None:
     _, grads = reference(ctx, TwoTowers().double(), InfoNCE())
     model = TwoTowers().double()
@@ -367,25 +305,3 @@ def two_engines(ctx: RankContext, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_per_tower(stage: int) -> None:
     pool_for(2).run(two_engines, stage=stage)
-
-
-def refused(ctx: RankContext) -> None:
-    model = TwoTowers().double()
-    engine = start(ctx, model, 1)
-    wrong: list[dict[str, Any]] = [
-        {},
-        {"mini_batch_size": 0},
-        {"mini_batch_size": 1, "mini_batch_tokens": 1},
-    ]
-    for settings in wrong:
-        with pytest.raises(ValueError, match="expected one of the sizes"):
-            GradCache(engine, plain, **settings)
-    cache = GradCache(engine, plain, encoders=lambda chunk: chunk["tokens"], mini_batch_size=2)
-    columns = batch_of(ctx, ctx.rank)
-    columns[0]["attention_mask"] = columns[0]["attention_mask"][1:]
-    with pytest.raises(ValueError, match="equally many rows"):
-        cache(*columns)
-
-
-def test_what_is_refused() -> None:
-    pool_for(2).run(refused)

@@ -1,4 +1,4 @@
-"""Encoders for tests of contrastive training, and the one process with the whole batch."""
+"""Encoders for tests of contrastive training, a step, and the one process with the whole batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import onefold
+from onefold.contrastive import GradCache
 from tests.harness import RankContext
+from tests.rig import start
 
 ROWS = (5, 3, 4, 6)
 """Of each rank."""
@@ -80,3 +83,35 @@ def reference(
     total.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return float(total), grads
+
+
+def plain(queries: Tensor, documents: Tensor) -> Tensor:
+    """A loss that knows nothing of ranks."""
+    logits = queries @ documents.T
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits))) + queries.square().mean()
+
+
+def cached(
+    ctx: RankContext, stage: int, loss: Any, model: TwoTowers, **settings: Any
+) -> tuple[onefold.Engine, GradCache]:
+    config = settings.pop("config", {})
+    engine = start(ctx, model, stage, config=config, zero={"reduce_bucket_size": 50})
+    encoders = settings.pop("encoders", [model.query, model.document])
+    return engine, GradCache(engine, loss, encoders=encoders, **settings)
+
+
+def assert_is(engine: onefold.Engine, wanted: dict[str, Tensor], tolerance: float) -> None:
+    engine.reduce_gradients()
+    seen = 0
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            continue
+        grad = engine.full_grad(param)
+        if name not in wanted:
+            assert grad is None or not grad.any(), name
+            continue
+        assert grad is not None, name
+        seen += 1
+        error = (grad - wanted[name]).abs().max() / wanted[name].abs().max()
+        assert error <= tolerance, (name, float(error))
+    assert seen == len(wanted) > 4

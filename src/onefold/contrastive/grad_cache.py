@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onefold.contrastive.chunks import Column, Moment, Rows, State, cut, take_rows
+from onefold.contrastive.chunks import Column, Moment, Rows, State, cut, num_rows, take_rows
 from onefold.contrastive.gather import Share, gather_rows, return_gradients, split_columns
 from onefold.contrastive.losses import ContrastiveLoss
 from onefold.engine import Engine
-from onefold.errors import describe
+from onefold.errors import RankMismatchError, describe
 
 Encoder = Callable[..., Tensor]
 
@@ -104,7 +104,8 @@ class GradCache:
             The loss of the whole batch, a detached scalar, the same on every rank.
 
         Raises:
-            ValueError: not one encoder per column, or columns of different lengths.
+            ValueError: not one encoder per column, columns of different lengths, or no rows.
+            RankMismatchError: ranks have different numbers of columns, or not all have ids.
             WindowAborted: another rank has failed; the step's gradients are dropped on all ranks.
         Communication: that of one window; per column two all-to-alls (one for a callable loss);
             two exchanges on the control group.
@@ -114,9 +115,9 @@ class GradCache:
         with ExitStack() as windows:
             for engine in self._distinct:
                 windows.enter_context(engine.coalesce_grad_reduction())
-            chunks, counts, failure = self._encode_all(columns)
+            chunks, own, failure = self._encode_all(columns, options)
             with self._moment.kept():
-                found = self._loss_and_gradients(chunks, counts, failure, options)
+                found = self._loss_and_gradients(own, failure, options)
                 if found is not None:  # else a window's end raises, because a rank has failed
                     self._replay(columns, chunks, found.by_column)
         assert found is not None
@@ -125,25 +126,41 @@ class GradCache:
     # -- first pass ----------------------------------------------------------------------------
 
     def _encode_all(
-        self, columns: Sequence[Column]
-    ) -> tuple[list[_Chunk], list[int], Exception | None]:
-        """Every chunk's embeddings; an error is returned, because other ranks wait for these."""
+        self, columns: Sequence[Column], options: dict[str, Any]
+    ) -> tuple[list[_Chunk], list[Tensor], Exception | None]:
+        """Every chunk, and the columns' embeddings ``[m, D]``, wide, without graphs.
+
+        An error is returned, because other ranks wait for these.
+        """
         chunks: list[_Chunk] = []
         try:
-            if len(self._encoders) not in (1, len(columns)):
-                raise ValueError(
-                    f"GradCache: expected one encoder or {len(columns)}, one per column, got "
-                    f"{len(self._encoders)}."
-                )
+            self._check(columns, options)
             ranges = cut(columns, self._size, self._tokens, self._mask)
             for number, rows in enumerate(ranges):
                 state = self._moment.now()
                 with torch.set_grad_enabled(number >= len(ranges) - self._keep_graphs):
                     embedding = self._encode(columns, rows)
                 chunks.append(_Chunk(rows, state, embedding))
-            return chunks, [sum(r.column == c for r in ranges) for c in range(len(columns))], None
+            wide = [_widened(chunk.embedding.detach()) for chunk in chunks]
+            counts = [sum(r.column == column for r in ranges) for column in range(len(columns))]
+            return chunks, split_columns(wide, counts), None
         except Exception as error:
             return chunks, [], error
+
+    def _check(self, columns: Sequence[Column], options: dict[str, Any]) -> None:
+        if len(self._encoders) not in (1, len(columns)):
+            raise ValueError(
+                f"GradCache: expected one encoder or {len(columns)}, one per column, got "
+                f"{len(self._encoders)}."
+            )
+        sizes = [num_rows(column) for column in columns]
+        if (ids := options.get("ids")) is not None:
+            sizes.append(len(ids))
+        if len(set(sizes)) != 1 or sizes[0] < 1:
+            raise ValueError(
+                f"GradCache: expected columns (and ids) of equally many rows, 1 or more, got "
+                f"{sizes} on rank {self._control.rank}. Row i of each belongs to pair i."
+            )
 
     def _encode(self, columns: Sequence[Column], rows: Rows) -> Tensor:
         embedding = self._encoder_of(rows.column).encode(take_rows(columns[rows.column], rows))
@@ -158,28 +175,26 @@ class GradCache:
     # -- loss ----------------------------------------------------------------------------------
 
     def _loss_and_gradients(
-        self,
-        chunks: Sequence[_Chunk],
-        counts: Sequence[int],
-        failure: Exception | None,
-        options: dict[str, Any],
+        self, own: Sequence[Tensor], failure: Exception | None, options: dict[str, Any]
     ) -> "_Gradients | None":
         """The loss down to this rank's embeddings; None if another rank has failed.
 
         The gradients are such that the engines' own division makes the result that of one process.
         """
-        control = self._control
-        own: list[Tensor] = []
-        if failure is None:
-            wide = [_widened(chunk.embedding.detach()) for chunk in chunks]
-            own = split_columns(wide, counts)
-        told = control.gather((describe(failure) if failure else None, [len(c) for c in own]))
-        if _has_failed(failure, [text for text, _ in told]):
+        control, ids = self._control, options.get("ids")
+        kind = [len(own), None if ids is None else ids.shape[1:]]
+        size = len(own[0]) if own else 0
+        told = control.gather((describe(failure) if failure else None, size, kind))
+        if _has_failed(failure, [text for text, _, _ in told]):
             return None
-        share = Share(tuple(sizes[0] for _, sizes in told), control.rank)
-        if (ids := options.get("ids")) is not None:
-            flat = ids.reshape(len(ids), -1)
-            whole = gather_rows(self._exchange, flat, share)
+        if any(theirs != kind for _, _, theirs in told):
+            raise RankMismatchError(
+                "GradCache: expected as many columns, and ids of the same kind, on every rank, got "
+                f"{[theirs for _, _, theirs in told]} in rank order."
+            )
+        share = Share(tuple(size for _, size, _ in told), control.rank)
+        if ids is not None:
+            whole = gather_rows(self._exchange, ids.reshape(len(ids), -1), share)
             options = options | {"ids": whole.reshape(-1, *ids.shape[1:])}
         found: _Gradients | None = None
         try:
